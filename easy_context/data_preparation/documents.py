@@ -1,0 +1,179 @@
+"""Tokenise records: plain text, prompt/response pairs and chat messages, in several processes."""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from easy_context.data_preparation.sources import Record
+
+BATCH_CHARACTERS = 1 << 19
+BATCH_RECORDS = 256
+
+
+@dataclass(frozen=True)
+class TokenisedDocument:
+    """Token ids of one record, or the `problem` that keeps it out.
+
+    Attributes:
+        location: file and line (or row) of the record.
+        ids: uint32 `[tokens]`, with the separator at the end.
+        learn: bool `[tokens]`, False where the label is −100; None where every token is learned.
+    """
+
+    location: str
+    ids: np.ndarray | None = None
+    learn: np.ndarray | None = None
+    problem: str | None = None
+
+
+class DocumentTokenizer:
+    """Turns one record into token ids.
+
+    A document starts with the BOS token if the tokenizer puts one before a text by itself, and ends with the
+    separator.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, fast or not.
+        separator_id: token between documents.
+        text_field: the field of plain text.
+    """
+
+    def __init__(self, tokenizer: Any, separator_id: int, text_field: str = "text"):
+        self.tokenizer = tokenizer
+        self.separator_id = separator_id
+        self.text_field = text_field
+        first = tokenizer("a")["input_ids"][:1]
+        self.start_ids = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
+
+    def __call__(self, record: Record) -> TokenisedDocument:
+        """Tokenise one record; what is wrong with it is returned, not raised."""
+        if record.data is None:
+            return TokenisedDocument(record.location, problem=record.problem)
+        try:
+            parts = self._parts(record.data)
+        except ValueError as error:
+            return TokenisedDocument(record.location, problem=str(error))
+        tokens = [self._encode(text) for text, _ in parts]
+        ids = np.concatenate([self.start_ids, *tokens, [self.separator_id]]).astype(np.uint32)
+        if all(learned for _, learned in parts):
+            return TokenisedDocument(record.location, ids)
+        learn = [np.full(len(self.start_ids), False)]
+        learn += [np.full(len(part), learned) for part, (_, learned) in zip(tokens, parts, strict=True)]
+        learn.append(np.array([parts[-1][1]]))
+        return TokenisedDocument(record.location, ids, np.concatenate(learn))
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _parts(self, data: dict[str, Any]) -> list[tuple[str, bool]]:
+        """Split a record into pieces of text, each with whether it is learned."""
+        if data.get("messages") is not None:
+            return self._chat_parts(data["messages"])
+        if "prompt" in data or "response" in data:
+            prompt, response = _text_of(data, "prompt", empty=True), _text_of(data, "response")
+            return [(prompt, False), (response, True)]
+        return [(_text_of(data, self.text_field), True)]
+
+    def _chat_parts(self, messages: Any) -> list[tuple[str, bool]]:
+        """Cut a rendered chat where the assistant's turns start and end.
+
+        The pieces are tokenised apart, as they are when a model answers: the prompt first, then its own tokens.
+        """
+        _check_messages(messages)
+        parts, done = [], ""
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:turn], generation_prompt=True)
+                whole = self._render(messages[: turn + 1])
+                if not (prompt.startswith(done) and whole.startswith(prompt)):
+                    raise ValueError("the chat template rewrites earlier turns, so labels cannot be placed")
+                parts += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
+                done = whole
+        return parts
+
+    def _render(self, messages: list[dict], generation_prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        except Exception as error:  # jinja raises what the template's author chose
+            raise ValueError(f"the chat template failed: {error}") from error
+
+
+def _text_of(data: dict[str, Any], field: str, empty: bool = False) -> str:
+    if field not in data:
+        found = ", ".join(sorted(map(str, data))) or "none"
+        raise ValueError(f"no field {field!r} (fields: {found})")
+    text = data[field]
+    if not isinstance(text, str):
+        raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
+    if not empty and not text.strip():
+        raise ValueError(f"field {field!r} is empty")
+    return text
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a list of {role, content}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("a message has no role")
+        if not isinstance(message.get("content"), str):
+            raise ValueError(f"the content of a message of role {message['role']!r} is not text")
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("no message of role 'assistant', so nothing to learn")
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch, size = [], 0
+    for record in records:
+        batch.append(record)
+        size += sum(len(value) for value in (record.data or {}).values() if isinstance(value, str))
+        if size >= BATCH_CHARACTERS or len(batch) == BATCH_RECORDS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_worker_tokenizer: DocumentTokenizer | None = None
+
+
+def _start_worker(document_tokenizer: DocumentTokenizer) -> None:
+    global _worker_tokenizer
+    _worker_tokenizer = document_tokenizer
+
+
+def _tokenise_batch(batch: list[Record]) -> list[TokenisedDocument]:
+    return [_worker_tokenizer(record) for record in batch]
+
+
+def tokenise(
+    records: Iterable[Record], document_tokenizer: DocumentTokenizer, workers: int
+) -> Iterator[TokenisedDocument]:
+    """Tokenise records in order, with at most two batches a worker in memory.
+
+    Args:
+        records: read lazily.
+        document_tokenizer: what is applied to each record.
+        workers: number of processes; with 1 everything runs in this one.
+    """
+    if workers == 1:
+        yield from map(document_tokenizer, records)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # Forked workers share the imported libraries; spawned ones would import torch again, each.
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(document_tokenizer,)) as pool:
+        pending = deque()
+        for batch in _batches(records):
+            pending.append(pool.submit(_tokenise_batch, batch))
+            if len(pending) >= 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()

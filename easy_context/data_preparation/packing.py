@@ -1,0 +1,115 @@
+"""Plan rows of exactly `seq_length` tokens out of documents, cutting as few of them as can be."""
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start:end` of a document of a source."""
+
+    source: int
+    document: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class Plan:
+    """Rows of segments, each row of exactly `seq_length` tokens; `rest` holds the tokens that fill no row."""
+
+    rows: list[list[Segment]]
+    rest: list[Segment]
+
+
+def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator) -> Plan:
+    """Pack documents into full rows.
+
+    Documents longer than a row give as many full rows as they hold; what is left over counts as a document. Then,
+    longest first, each document goes whole into the fullest row that has room (best-fit decreasing), or opens a new
+    row if what remains can still fill every gap. The documents left (short ones, as a rule) are poured one after
+    the other into the gaps and into further rows, and only these are cut, at row ends.
+
+    Args:
+        documents: segments that cover whole documents, the separator included.
+        seq_length: tokens of a row.
+        rng: decides among documents of one length, the order in a row and the order of rows.
+
+    Returns:
+        Every token of `documents` once, in `rows` or (fewer than `seq_length`) in `rest`.
+    """
+    rows, pieces = _full_windows(documents, seq_length)
+    order = rng.permutation(len(pieces))
+    pieces = sorted((pieces[index] for index in order), key=len, reverse=True)
+    open_rows, filler = _place_whole(pieces, seq_length)
+    open_rows = [[row[index] for index in rng.permutation(len(row))] for row in open_rows]
+    poured, rest = _pour([filler[index] for index in rng.permutation(len(filler))], open_rows, seq_length)
+    rows += poured
+    return Plan([rows[index] for index in rng.permutation(len(rows))], rest)
+
+
+def _full_windows(documents: list[Segment], seq_length: int) -> tuple[list[list[Segment]], list[Segment]]:
+    rows, pieces = [], []
+    for document in documents:
+        start = document.start
+        while document.end - start >= seq_length:
+            rows.append([Segment(document.source, document.document, start, start + seq_length)])
+            start += seq_length
+        if start < document.end:
+            pieces.append(Segment(document.source, document.document, start, document.end))
+    return rows, pieces
+
+
+def _place_whole(pieces: list[Segment], seq_length: int) -> tuple[list[list[Segment]], list[Segment]]:
+    """Best-fit decreasing that never leaves more room than the remaining pieces and the filler can fill."""
+    rows: list[list[Segment]] = []
+    gaps: list[tuple[int, int]] = []  # (room, row) of every row with room, sorted
+    room_left, unplaced = 0, sum(map(len, pieces))
+    filler = []
+    for piece in pieces:
+        best = bisect.bisect_left(gaps, (len(piece), -1))
+        if best < len(gaps):
+            room, row = gaps.pop(best)
+            rows[row].append(piece)
+        elif room_left + seq_length - len(piece) <= unplaced - len(piece):
+            room, row = seq_length, len(rows)
+            rows.append([piece])
+            room_left += seq_length
+        else:
+            filler.append(piece)
+            continue
+        room_left -= len(piece)
+        unplaced -= len(piece)
+        if room > len(piece):
+            bisect.insort(gaps, (room - len(piece), row))
+    return rows, filler
+
+
+def _pour(
+    filler: list[Segment], open_rows: list[list[Segment]], seq_length: int
+) -> tuple[list[list[Segment]], list[Segment]]:
+    """Fill the open rows, then new ones, with `filler` in order; the last row may stay incomplete."""
+    rows = list(open_rows)
+    targets = iter(open_rows)
+    row = next(targets, None)
+    room = 0 if row is None else seq_length - sum(map(len, row))
+    for piece in filler:
+        start = piece.start
+        while start < piece.end:
+            while not room:
+                row = next(targets, None)
+                if row is None:
+                    row = []
+                    rows.append(row)
+                room = seq_length - sum(map(len, row))
+            end = min(piece.end, start + room)
+            row.append(Segment(piece.source, piece.document, start, end))
+            room -= end - start
+            start = end
+    rest = rows.pop() if row and room and rows and rows[-1] is row else []
+    return rows, rest

@@ -1,0 +1,137 @@
+"""The whole way from sources to saved rows."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from easy_context.data_preparation.documents import DocumentTokenizer, tokenise
+from easy_context.data_preparation.planning import plan_train, plan_validation, plan_validation_documents
+from easy_context.data_preparation.report import build_report, draw_lengths
+from easy_context.data_preparation.rows import write_rows
+from easy_context.data_preparation.settings import Settings, run_digest, source_digest, tokenizer_digest
+from easy_context.data_preparation.sources import Source, read_source
+from easy_context.data_preparation.token_store import TokenStore, fill_token_store
+
+
+def find_separator(tokenizer: Any, separator: str | None) -> int:
+    """Return the id of the token that stands between documents.
+
+    Args:
+        tokenizer: of the run.
+        separator: a token's text; None takes the end-of-sequence token.
+
+    Raises:
+        ValueError: not exactly one token.
+    """
+    if separator is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError("--separator: the tokenizer has no end-of-sequence token; name the token to put instead")
+        return tokenizer.eos_token_id
+    ids = tokenizer(separator, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise ValueError(f"--separator {separator!r} is {len(ids)} tokens for this tokenizer; it must be one")
+    return ids[0]
+
+
+def _tokenise_source(
+    source: Source, settings: Settings, document_tokenizer: DocumentTokenizer, folder: Path, workers: int
+) -> TokenStore:
+    with tqdm(desc=f"tokenise {source.name}", unit=" documents") as bar:
+        tokens = 0
+
+        def count(document) -> None:
+            nonlocal tokens
+            tokens += 0 if document.ids is None else len(document.ids)
+            bar.set_postfix_str(f"{tokens / 1e6:.2f} M tokens", refresh=False)
+            bar.update()
+
+        return fill_token_store(
+            folder,
+            read_source(source, settings.document_start),
+            partial(tokenise, document_tokenizer=document_tokenizer, workers=workers),
+            settings.strict,
+            count,
+        )
+
+
+def prepare(
+    settings: Settings,
+    tokenizer: Any,
+    output_dir: Path,
+    workers: int = 1,
+    work_dir: Path | None = None,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenise, split, upsample, pack and save.
+
+    Args:
+        settings: what decides the rows.
+        tokenizer: a Hugging Face tokenizer.
+        output_dir: gets `train/`, `validation/` (where there are validation documents), `report.json`, `lengths.png`
+            and `bad_records.jsonl`. A finished run with the same settings is left as it is.
+        workers: tokenising processes; they do not change the result.
+        work_dir: keeps the tokenised documents, for an interrupted run and for other row lengths. None: a folder in
+            `output_dir`, removed at the end.
+        overwrite: replace a finished run of other settings.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: a setting that does not fit the data, or `output_dir` holds the rows of other settings.
+    """
+    rules = tokenizer_digest(tokenizer)
+    sources = [*settings.sources, *settings.validation_sources]
+    digests = [source_digest(source, settings, rules) for source in sources]
+    run = run_digest(settings, digests)
+    report_file = output_dir / "report.json"
+    if report_file.exists() and not overwrite:
+        report = json.loads(report_file.read_text())
+        if report["run"] == run:
+            return report
+        raise ValueError(
+            f"--output-dir: {output_dir} holds rows of other inputs or settings; take another or --overwrite"
+        )
+    report_file.unlink(missing_ok=True)
+    document_tokenizer = DocumentTokenizer(
+        tokenizer, find_separator(tokenizer, settings.separator), settings.text_field
+    )
+    tokens_dir = work_dir or output_dir / "work"
+    stores = [
+        _tokenise_source(source, settings, document_tokenizer, tokens_dir / f"{source.name}-{digest}", workers)
+        for source, digest in zip(sources, digests, strict=True)
+    ]
+    report = _write_splits(settings, stores, output_dir)
+    report["run"] = run
+    report_file.write_text(json.dumps(report, indent=2) + "\n")
+    if work_dir is None:
+        shutil.rmtree(tokens_dir)
+    return report
+
+
+def _write_splits(settings: Settings, stores: list[TokenStore], output_dir: Path) -> dict[str, Any]:
+    train_stores, extra = stores[: len(settings.sources)], stores[len(settings.sources) :]
+    held_out = plan_validation_documents(train_stores, settings)
+    plans = {
+        "train": plan_train(train_stores, held_out, settings),
+        "validation": plan_validation(train_stores, held_out, extra, settings),
+    }
+    with_labels = any(store.has_prompts for store in stores)
+    counts = {}
+    for split, plan in plans.items():
+        progress = partial(tqdm, desc=f"write {split}", unit=" rows", total=len(plan.rows))
+        if plan.rows:
+            counts[split] = write_rows(output_dir / split, plan.rows, stores, with_labels, progress=progress)
+        else:
+            shutil.rmtree(output_dir / split, ignore_errors=True)
+            counts[split] = {"rows": 0, "tokens": 0, "learned_tokens": 0}
+    with (output_dir / "bad_records.jsonl").open("w") as file:
+        for store in stores:
+            file.writelines(json.dumps(record) + "\n" for record in store.bad_records())
+    report = build_report(settings, stores, plans, counts)
+    draw_lengths(settings, stores, plans["train"], output_dir / "lengths.png")
+    return report

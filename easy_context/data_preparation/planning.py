@@ -1,0 +1,92 @@
+"""Decide which documents train, which validate, and in which rows they stand."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from easy_context.data_preparation.packing import Segment, pack
+from easy_context.data_preparation.sampling import choose_validation, upsample_long_documents
+from easy_context.data_preparation.settings import Settings
+from easy_context.data_preparation.token_store import TokenStore
+
+VALIDATION, UPSAMPLING, PACKING, VALIDATION_PACKING, RETRIEVAL = range(5)  # purposes of random generators
+
+
+@dataclass
+class SplitPlan:
+    """Rows of one split, and what was done to its documents.
+
+    Attributes:
+        rows: segments of each row.
+        uses: for each source int64 `[documents]`, how often a document is used.
+        passes: number of passes over the documents, the last perhaps in part.
+        rest_tokens: tokens that filled no row and are left out.
+    """
+
+    rows: list[list[Segment]]
+    uses: list[np.ndarray]
+    passes: int = 1
+    rest_tokens: int = 0
+
+
+def plan_validation_documents(stores: list[TokenStore], settings: Settings) -> list[np.ndarray]:
+    """Return for each source a bool `[documents]`, True where a document is held out.
+
+    The choice depends on the seed and the documents only, so that it is the same at every row length.
+    """
+    return [
+        choose_validation(store.lengths, settings.validation_fraction, settings.random_generator(VALIDATION, number))
+        for number, store in enumerate(stores)
+    ]
+
+
+def _whole_documents(source: int, lengths: np.ndarray, uses: np.ndarray) -> list[Segment]:
+    documents = np.repeat(np.arange(len(lengths)), uses).tolist()
+    return [Segment(source, document, 0, int(lengths[document])) for document in documents]
+
+
+def plan_train(stores: list[TokenStore], held_out: list[np.ndarray], settings: Settings) -> SplitPlan:
+    """Plan the train rows, in one pass or in as many as `train_tokens` needs.
+
+    Raises:
+        ValueError: the documents do not fill one row.
+    """
+    rows_wanted = None if settings.train_tokens is None else -(-settings.train_tokens // settings.seq_length)
+    plan = SplitPlan([], [np.zeros(len(store.lengths), np.int64) for store in stores], passes=0)
+    while not plan.passes or (rows_wanted is not None and len(plan.rows) < rows_wanted):
+        documents = []
+        for number, store in enumerate(stores):
+            rng = settings.random_generator(UPSAMPLING, number, plan.passes)
+            train = ~held_out[number]
+            uses = np.zeros(len(store.lengths), np.int64)
+            uses[train] = upsample_long_documents(store.lengths[train], settings.long_from, settings.upsample_long, rng)
+            plan.uses[number] += uses
+            documents += _whole_documents(number, store.lengths, uses)
+        packed = pack(documents, settings.seq_length, settings.random_generator(PACKING, plan.passes))
+        plan.passes += 1
+        plan.rows += packed.rows
+        plan.rest_tokens += sum(map(len, packed.rest))
+        if not plan.rows:
+            raise ValueError(
+                f"--seq-length {settings.seq_length}: the {len(documents)} documents for training hold "
+                f"{plan.rest_tokens} tokens, fewer than one row; shorten the rows or add text"
+            )
+    plan.rows = plan.rows[:rows_wanted]
+    return plan
+
+
+def plan_validation(
+    stores: list[TokenStore], held_out: list[np.ndarray], extra: list[TokenStore], settings: Settings
+) -> SplitPlan:
+    """Plan the validation rows from the held-out documents and all documents of the validation inputs.
+
+    What fills no row becomes a shorter last row, so that no held-out text is lost.
+    """
+    uses = [mask.astype(np.int64) for mask in held_out] + [np.ones(len(store.lengths), np.int64) for store in extra]
+    documents = [
+        segment
+        for number, store in enumerate([*stores, *extra])
+        for segment in _whole_documents(number, store.lengths, uses[number])
+    ]
+    packed = pack(documents, settings.seq_length, settings.random_generator(VALIDATION_PACKING))
+    return SplitPlan(packed.rows + ([packed.rest] if packed.rest else []), uses)

@@ -1,0 +1,183 @@
+"""Read records, one at a time, from text, JSONL and parquet files, saved datasets and the hub."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
+HUB_PREFIX = "hub:"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named input; the shares of the sources in all tokens are the mix that length upsampling keeps."""
+
+    name: str
+    location: str
+
+    @property
+    def on_hub(self) -> bool:
+        return self.location.startswith(HUB_PREFIX)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One raw record: `data` as it was read, or None and the `problem` that made it unreadable."""
+
+    location: str
+    data: dict[str, Any] | None
+    problem: str | None = None
+
+
+def parse_source(text: str) -> Source:
+    """Read `PATH`, `NAME=PATH` or `[NAME=]hub:DATASET[:CONFIG[:SPLIT]]`.
+
+    Raises:
+        FileNotFoundError: the path does not exist.
+        ValueError: a file whose type is not supported, or a folder without a usable file.
+    """
+    name, sign, location = text.partition("=")
+    if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
+        name, location = "", text
+    source = Source(name or _default_name(location), location)
+    if not source.on_hub:
+        list_files(Path(location))
+    return source
+
+
+def _default_name(location: str) -> str:
+    if location.startswith(HUB_PREFIX):
+        return re.sub(r"[^\w.-]+", "-", location.removeprefix(HUB_PREFIX))
+    return re.sub(r"[^\w.-]+", "-", Path(location).resolve().name.split(".")[0]) or "source"
+
+
+def file_suffix(path: Path) -> str:
+    """Return the suffix that names the format, below a suffix of compression if there is one."""
+    return path.with_suffix("").suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return the files of a source in reading order; a dataset saved with `save_to_disk` is returned as its folder.
+
+    Raises:
+        FileNotFoundError: nothing at `path`.
+        ValueError: an unsupported file type, or a folder without a supported file.
+    """
+    supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
+    if not path.exists():
+        raise FileNotFoundError(f"--input: {path} does not exist; give a file, a folder or {HUB_PREFIX}DATASET")
+    if path.is_file():
+        if file_suffix(path) not in SUFFIXES:
+            raise ValueError(f"--input: {path} has an unsupported file type; {supported}")
+        return [path]
+    if (path / "state.json").exists():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file_suffix(file) in SUFFIXES)
+    files = [file for file in files if file.name.upper() not in ("README.MD", "SOURCES.MD")]
+    if not files:
+        raise ValueError(f"--input: no usable file below {path}; {supported}")
+    return files
+
+
+def read_source(source: Source, document_start: str | None = None) -> Iterator[Record]:
+    """Yield every record of a source in a fixed order, holding one at a time.
+
+    Args:
+        source: what to read.
+        document_start: regular expression; in text files a document begins at each line it matches. Without it a text
+            file is one document.
+    """
+    if source.on_hub:
+        yield from _read_hub(source.location)
+        return
+    for path in list_files(Path(source.location)):
+        if path.is_dir():
+            yield from _read_saved_dataset(path)
+        elif file_suffix(path) in TEXT_SUFFIXES:
+            yield from _read_text(path, document_start)
+        elif file_suffix(path) in JSON_SUFFIXES:
+            yield from _read_json_lines(path)
+        else:
+            yield from _read_parquet(path)
+
+
+def _open(path: Path) -> BinaryIO:
+    return OPENERS.get(path.suffix.lower(), open)(path, "rb")
+
+
+def _read_text(path: Path, document_start: str | None) -> Iterator[Record]:
+    pattern = re.compile(document_start) if document_start else None
+    lines: list[bytes] = []
+    first_line = 1
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if pattern and lines and pattern.search(line.decode(errors="replace")):
+                yield _text_record(f"{path}:{first_line}", lines)
+                lines, first_line = [], number
+            lines.append(line)
+    yield _text_record(f"{path}:{first_line}", lines)
+
+
+def _text_record(location: str, lines: list[bytes]) -> Record:
+    try:
+        text = b"".join(lines).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        return Record(location, None, f"not UTF-8: {error}")
+    return Record(location, {"text": text})
+
+
+def _read_json_lines(path: Path) -> Iterator[Record]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _json_record(f"{path}:{number}", line)
+
+
+def _json_record(location: str, line: bytes) -> Record:
+    try:
+        data = json.loads(line)
+    except ValueError as error:  # also a line that is not UTF-8
+        return Record(location, None, f"not JSON: {error}")
+    if not isinstance(data, dict):
+        return Record(location, None, f"a JSON object is needed, this is a {type(data).__name__}")
+    return Record(location, data)
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow.parquet
+
+    row = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=256):
+            for data in batch.to_pylist():
+                row += 1
+                yield Record(f"{path}:{row}", data)
+
+
+def _read_saved_dataset(path: Path) -> Iterator[Record]:
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(path))
+    if not hasattr(dataset, "column_names") or isinstance(dataset.column_names, dict):
+        raise ValueError(f"--input: {path} holds several splits; name the folder of one, such as {path}/train")
+    for row, data in enumerate(dataset, start=1):
+        yield Record(f"{path}:{row}", data)
+
+
+def _read_hub(location: str) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    name, config, split = (location.removeprefix(HUB_PREFIX).split(":") + ["", ""])[:3]
+    dataset = load_dataset(name, config or None, split=split or "train", streaming=True)
+    for row, data in enumerate(dataset, start=1):
+        yield Record(f"{location}:{row}", data)

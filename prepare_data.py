@@ -1,0 +1,40 @@
+"""Turn text, JSONL, parquet or hub datasets into packed rows of token ids for train.py.
+
+    python prepare_data.py --input books/ --tokenizer meta-llama/Llama-2-7b-hf --seq-length 65536 --output-dir rows
+    python prepare_data.py --input web=web.jsonl books=books.parquet --upsample-long 5 --long-from 4096 \\
+        --validation-fraction 0.01 --tokenizer TOKENIZER --seq-length 131072 --output-dir rows
+    python prepare_data.py --input hub:emozilla/pg19 --tokenizer TOKENIZER --seq-length 262144 --output-dir rows
+
+Then `train.py --dataset rows/train --eval-dataset rows/validation`. docs/data.md explains formats and packing.
+"""
+
+import sys
+
+from easy_context.data_preparation.arguments import parse_arguments
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Check the arguments, prepare the rows, print what came out."""
+    options = parse_arguments(arguments)
+
+    from transformers import AutoTokenizer
+
+    from easy_context.data_preparation.pipeline import prepare
+    from easy_context.data_preparation.report import describe
+
+    report = prepare(
+        options.settings,
+        AutoTokenizer.from_pretrained(options.settings.tokenizer),
+        options.output_dir,
+        workers=options.num_workers,
+        work_dir=options.work_dir,
+        overwrite=options.overwrite,
+    )
+    print(describe(report, options.output_dir))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"prepare_data.py: {error}")
