@@ -1,0 +1,172 @@
+"""Gradient checkpointing that keeps attention's results and puts layer inputs into host memory.
+
+A checkpointed layer runs without a graph; in backward it runs again with one. Its input waits on the host (as Unsloth's
+offloaded checkpointing does), and its attention is not computed a second time: see `attention.AttentionRecord`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers.modeling_utils
+
+from .attention import AttentionRecord, attention_record
+from .offload import OffloadedTensors
+
+KEEP_ATTENTION = ("gpu", "cpu", "none")
+_original_checkpoint: Callable | None = None
+
+
+def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
+    *, offload: bool = True, keep_attention: str = "gpu"
+) -> None:
+    """Make Hugging Face's `model.gradient_checkpointing_enable()`, called afterwards, use this module's checkpointing.
+
+    Args:
+        offload: put the layers' inputs into host memory (pinned, copied while the GPU computes); False keeps them on
+            the device.
+        keep_attention: where attention outputs and their log-sum-exp wait for backward: "gpu" (the device), "cpu" (the
+            host), or "none" to compute attention twice.
+
+    Raises:
+        ValueError: an unknown `keep_attention`.
+    """
+    global _original_checkpoint
+    if keep_attention not in KEEP_ATTENTION:
+        raise ValueError(f"--keep-attention {keep_attention!r} is unknown; choose one of {', '.join(KEEP_ATTENTION)}")
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    _original_checkpoint = transformers.modeling_utils.checkpoint
+    transformers.modeling_utils.checkpoint = functools.partial(
+        checkpoint_layer, offload=offload, keep_attention=keep_attention
+    )
+
+
+def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
+    """Undo the patch; models whose checkpointing was enabled under it keep it until it is enabled anew."""
+    global _original_checkpoint
+    if _original_checkpoint is not None:
+        transformers.modeling_utils.checkpoint = _original_checkpoint
+        _original_checkpoint = None
+
+
+def checkpoint_layer(
+    function: Callable,
+    *args: Any,
+    offload: bool = True,
+    keep_attention: str = "gpu",
+    preserve_rng_state: bool = True,
+    use_reentrant: bool | None = None,
+) -> Any:
+    """Run `function(*args)` without a graph now, and again with one in backward.
+
+    Args:
+        function: a layer; tensors that need gradients are positional arguments, parameters may be anywhere.
+        args: what it is called with.
+        offload: keep the tensors of `args` on the host meanwhile.
+        keep_attention: see `apply_unsloth_offloaded_gradient_checkpoint_monkey_patch`.
+        preserve_rng_state: draw the same dropout masks in the second run.
+        use_reentrant: accepted for `gradient_checkpointing_kwargs`; this checkpointing is of the reentrant kind either
+            way, and works without an input that requires gradients.
+
+    Returns:
+        What the layer returns: a tensor or a tuple of tensors.
+    """
+    # A layer with trainable parameters but a frozen input still needs a node in the graph; this tensor makes one.
+    trigger = torch.empty(0, requires_grad=True)
+    settings = {"offload": offload, "keep_attention": keep_attention, "preserve_rng_state": preserve_rng_state}
+    return _CheckpointedLayer.apply(trigger, function, settings, *args)
+
+
+class _CheckpointedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, trigger, function, settings, *args):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        ctx.function = function
+        ctx.context = _RunContext(device, settings["preserve_rng_state"])
+        keep = settings["keep_attention"]
+        record = AttentionRecord() if keep != "none" else None
+        with attention_record(record):
+            outputs = function(*args)
+        results = record.results if record is not None else None
+        ctx.args = _Arguments(args, settings["offload"])
+        ctx.attention = None if results is None else _Results(results, keep == "cpu")
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if ctx.args is None:
+            raise RuntimeError("a checkpointed layer was run backward twice; its input was freed after the first time")
+        args = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in ctx.args.fetch()
+        ]
+        record = AttentionRecord(ctx.attention.fetch()) if ctx.attention is not None else None
+        with ctx.context.restored(), torch.enable_grad(), attention_record(record):
+            outputs = ctx.function(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.function = ctx.args = ctx.attention = record = None  # free what this layer kept
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, torch.Tensor) and output.requires_grad and grad is not None
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        return (None, None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in args))
+
+
+class _Arguments:
+    """A layer's arguments, the floating-point tensors among them on the host if `offload`."""
+
+    def __init__(self, args: tuple, offload: bool) -> None:
+        self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
+        self._moved = [offload and isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
+        self._kept = [None if moved else x for x, moved in zip(args, self._moved, strict=True)]
+        self._offloaded = OffloadedTensors([x.detach() for x, moved in zip(args, self._moved, strict=True) if moved])
+
+    def fetch(self) -> list:
+        tensors = iter(self._offloaded.fetch())
+        args = [next(tensors) if moved else x for x, moved in zip(self._kept, self._moved, strict=True)]
+        return [
+            x.detach().requires_grad_(needs) if isinstance(x, torch.Tensor) else x
+            for x, needs in zip(args, self._requires_grad, strict=True)
+        ]
+
+
+class _Results:
+    """What a layer's attention calls recorded, on the host if `offload`."""
+
+    def __init__(self, results: list[tuple[torch.Tensor, ...]], offload: bool) -> None:
+        self._lengths = [len(result) for result in results]
+        tensors = [tensor for result in results for tensor in result]
+        self._offloaded = OffloadedTensors(tensors) if offload else None
+        self._kept = None if offload else tensors
+
+    def fetch(self) -> list[tuple[torch.Tensor, ...]]:
+        tensors = iter(self._kept if self._offloaded is None else self._offloaded.fetch())
+        return [tuple(next(tensors) for _ in range(length)) for length in self._lengths]
+
+
+class _RunContext:
+    """Random state and autocast setting in which a layer first ran, to run it again in the same."""
+
+    def __init__(self, device: torch.device, preserve_rng_state: bool) -> None:
+        self._device = device
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._autocast_dtype = torch.get_autocast_dtype(device.type)
+        self._cpu_state = torch.get_rng_state() if preserve_rng_state else None
+        self._cuda_state = torch.cuda.get_rng_state(device) if preserve_rng_state and device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        devices = [self._device] if self._cuda_state is not None else []
+        with (
+            torch.random.fork_rng(devices=devices, enabled=self._cpu_state is not None),
+            torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._autocast),
+        ):
+            if self._cpu_state is not None:
+                torch.set_rng_state(self._cpu_state)
+            if self._cuda_state is not None:
+                torch.cuda.set_rng_state(self._cuda_state, self._device)
+            yield

@@ -1,0 +1,93 @@
+"""Point-to-point exchanges and all-to-all on torch.distributed, the same over NCCL and gloo."""
+
+import torch
+import torch.distributed as dist
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Processes in `group`; 1 for None (no torch.distributed)."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in `group`; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+class Exchange:
+    """Sends and receives of one step, posted together so that they run while the caller computes.
+
+    Collect with `send` and `receive`, post with `start`, and call `wait` before a received tensor is read or a sent one
+    is overwritten. All ranks that talk to each other start their exchanges in the same order, which keeps NCCL, where
+    the exchanges of a group run one after another, free of deadlocks. Ranks are those inside the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._operations: list[dist.P2POp] = []
+        self._works: list[dist.Work] = []
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send `tensor` (made contiguous) to `rank`."""
+        self._add(dist.isend, tensor.contiguous(), rank)
+
+    def receive(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
+        """Receive into `buffer` (contiguous) from `rank`; returns it, to be read after `wait`."""
+        self._add(dist.irecv, buffer, rank)
+        return buffer
+
+    def start(self) -> "Exchange":
+        """Post everything collected so far."""
+        if self._operations:
+            self._works = dist.batch_isend_irecv(self._operations)
+        return self
+
+    def wait(self) -> None:
+        """Block (on CUDA: make the current stream wait) until all is sent and received."""
+        for work in self._works:
+            work.wait()
+        self._works, self._operations = [], []  # the operations kept the sent tensors alive
+
+    def _add(self, operation, tensor: torch.Tensor, rank: int) -> None:
+        peer = dist.get_global_rank(self._group, rank)
+        self._operations.append(dist.P2POp(operation, tensor, peer, self._group))
+
+
+def ring_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Exchange]:
+    """Send `tensor` to the next rank of the ring and receive the previous rank's, of the same shape.
+
+    Returns:
+        the buffer that receives, and the started exchange to wait for.
+    """
+    rank, size = group_rank(group), group_size(group)
+    exchange = Exchange(group)
+    exchange.send(tensor, (rank + 1) % size)
+    received = exchange.receive(torch.empty_like(tensor, memory_format=torch.contiguous_format), (rank - 1) % size)
+    return received, exchange.start()
+
+
+def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-to-all from sequence shards to head shards (DeepSpeed Ulysses, arXiv 2309.14509).
+
+    Args:
+        tensor: `[batch, seq / size, heads, head_dim]`, this rank's rows of the sequence. heads is divisible by size.
+
+    Returns:
+        `[batch, seq, heads / size, head_dim]`: the whole sequence for this rank's heads.
+    """
+    size = group_size(group)
+    batch, rows, heads, head_dim = tensor.shape
+    sent = tensor.unflatten(2, (size, heads // size)).permute(2, 0, 1, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.transpose(0, 1).reshape(batch, size * rows, heads // size, head_dim)
+
+
+def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Inverse of `scatter_heads`: `[batch, seq, heads / size, head_dim]` to `[batch, seq / size, heads, head_dim]`."""
+    size = group_size(group)
+    batch, rows, heads, head_dim = tensor.shape
+    sent = tensor.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.permute(1, 2, 0, 3, 4).reshape(batch, rows // size, size * heads, head_dim)

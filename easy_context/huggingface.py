@@ -1,0 +1,125 @@
+"""How an unmodified Hugging Face decoder is made to call our attention: four names rebound in its modeling module.
+
+A layer finds attention, and the model builds masks, through names in `transformers.models.<type>.modeling_<type>`.
+Rebinding them there reaches models loaded before or after, with any attn_implementation, and no S x S mask is built.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+# A layer passes these to its attention function; other values than the neutral one change what is computed.
+_NEUTRAL = {"softcap": None, "s_aux": None, "head_mask": None, "is_causal": True}
+
+
+class _OneAttentionFunction:
+    """Stands in for ALL_ATTENTION_FUNCTIONS: whatever implementation is asked for, ours is given."""
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def get_interface(self, attn_implementation: str, default: Callable) -> Callable:
+        return self._function
+
+    def __getitem__(self, attn_implementation: str) -> Callable:
+        return self._function
+
+
+def modeling_module(model_type: str) -> Any:
+    """The module whose names are rebound.
+
+    Raises:
+        ValueError: the model family is not supported.
+    """
+    if model_type not in SUPPORTED_MODELS:
+        raise ValueError(
+            f"model type {model_type!r} is not supported: sequence-parallel attention is tested for "
+            f"{', '.join(SUPPORTED_MODELS)}"
+        )
+    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+def rebind(model_type: str, name: str, attention: Callable, create_mask: Callable) -> Callable[[], None]:
+    """Rebind one family's attention and masks, and register `attention` as attn_implementation `name`.
+
+    Returns:
+        a function that restores everything.
+    """
+    module = modeling_module(model_type)
+    replacements = {
+        "ALL_ATTENTION_FUNCTIONS": _OneAttentionFunction(attention),
+        "eager_attention_forward": attention,
+        "create_causal_mask": create_mask,
+        "create_sliding_window_causal_mask": create_mask,
+    }
+    originals = {key: getattr(module, key) for key in replacements if hasattr(module, key)}
+    for key in originals:
+        setattr(module, key, replacements[key])
+    AttentionInterface.register(name, attention)
+
+    def restore() -> None:
+        for key, value in originals.items():
+            setattr(module, key, value)
+        AttentionInterface._global_mapping.pop(name, None)
+
+    return restore
+
+
+def refuse_cache(cache: Any, rows: int) -> None:
+    """Raise ValueError if earlier tokens are cached: each rank would cache only its shard."""
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"a key-value cache of {cache.get_seq_length()} tokens before {rows} new ones cannot be honoured: give the "
+            "whole row in one forward pass, or generate after remove_seq_parallel_monkey_patch()"
+        )
+
+
+def refuse_padding_mask(attention_mask: torch.Tensor | None) -> None:
+    """Raise ValueError for a mask that hides anything: only plain causal attention is computed."""
+    if attention_mask is None:
+        return
+    if attention_mask.dim() != 2 or not bool(attention_mask.bool().all()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} hides tokens, which cannot be honoured: pad on the "
+            "right, set the padding's targets to -100 and pass no attention_mask"
+        )
+
+
+def refuse_model_features(config: Any, row_length: int, size: int) -> None:
+    """Raise ValueError for a feature of the model that would be computed wrongly.
+
+    Args:
+        config: of the model.
+        row_length: tokens of the whole row, over all ranks.
+        size: ranks that share it.
+    """
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    uses_window = layer_types is None or "sliding_attention" in layer_types
+    if window is not None and uses_window and window < row_length:
+        raise ValueError(
+            f"sliding_window={window} is shorter than the row of {row_length} tokens and cannot be honoured: set "
+            "config.sliding_window = None to train full attention, or use shorter rows"
+        )
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if size > 1 and rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope_type {rope_type!r} looks at the longest position of the batch, and each of the {size} ranks sees "
+            "only its shard: use rope_type default, linear, llama3 or yarn with --rope-theta"
+        )
+
+
+def refuse_layer_features(module: Any, dropout: float, options: dict[str, Any]) -> None:
+    """Raise ValueError for what a layer asks of its attention function that ours does not compute."""
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} cannot be honoured: set config.attention_dropout = 0")
+    for key, neutral in _NEUTRAL.items():
+        value = options.get(key, neutral)
+        if value is not None and value != neutral:
+            raise ValueError(f"{key}={value} of {type(module).__name__} cannot be honoured by exact causal attention")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal; only causal attention is computed")

@@ -1,0 +1,66 @@
+"""Attention kernels: one block of exact attention each, and the choice among them."""
+
+import functools
+import logging
+
+import torch
+
+from .base import FULL, AttentionKernel, AttentionMask
+from .cpu import CpuKernel
+from .cudnn import CudnnKernel
+from .flash_attn import FlashAttnKernel
+from .flash_attn_4 import FlashAttn4Kernel
+from .reference import ReferenceKernel
+from .torch_flash import TorchFlashKernel
+
+__all__ = ["FULL", "KERNELS", "AttentionKernel", "AttentionMask", "select_kernel"]
+
+logger = logging.getLogger(__name__)
+
+_KERNELS: dict[str, AttentionKernel] = {
+    kernel.name: kernel
+    for kernel in (
+        FlashAttn4Kernel(),
+        CudnnKernel(),
+        FlashAttnKernel(),
+        TorchFlashKernel(),
+        CpuKernel(),
+        ReferenceKernel(),
+    )
+}
+KERNELS = tuple(_KERNELS)  # fastest first
+
+
+@functools.cache
+def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+    """The attention kernel called `name`, or with "auto" the fastest that can serve.
+
+    Args:
+        name: one of KERNELS, or "auto".
+        device: where q, k and v lie.
+        dtype: their dtype.
+        head_dim: elements per head.
+
+    Raises:
+        ValueError: an unknown name, or a named kernel that cannot serve these inputs (the message says why).
+    """
+    if name != "auto":
+        check_kernel_name(name)
+        if reason := _KERNELS[name].unsupported_reason(device, dtype, head_dim):
+            raise ValueError(f"--attn-kernel {name} cannot be used here: {reason}. Use --attn-kernel auto.")
+        return _KERNELS[name]
+    passed_over = []
+    for kernel in _KERNELS.values():
+        reason = kernel.unsupported_reason(device, dtype, head_dim)
+        if reason is None:
+            why = f" (not {'; not '.join(passed_over)})" if passed_over else ""
+            logger.info("attention kernel: %s%s", kernel.name, why)
+            return kernel
+        passed_over.append(f"{kernel.name}: {reason}")
+    raise ValueError(f"no attention kernel serves {dtype} on {device}: {'; '.join(passed_over)}")
+
+
+def check_kernel_name(name: str) -> None:
+    """Raise ValueError unless `name` is "auto" or one of KERNELS."""
+    if name != "auto" and name not in _KERNELS:
+        raise ValueError(f"--attn-kernel {name!r} is unknown; choose auto, {', '.join(KERNELS)}")

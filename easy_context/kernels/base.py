@@ -1,0 +1,106 @@
+"""What every attention kernel promises: one block of exact attention, forward and backward."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query sees.
+
+    Attributes:
+        causal: query i sees keys 0..i; asks for as many keys as queries.
+        window: if given, query i sees only the last `window` keys up to and including key i.
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+
+FULL = AttentionMask(causal=False)
+
+
+class AttentionKernel(ABC):
+    """One backend. `forward` and `backward` check what is common to all; subclasses fill in `_forward` and `_backward`.
+
+    Shapes: q, out `[batch, seq_q, heads, head_dim]`; k, v `[batch, seq_k, kv_heads, head_dim]` with kv_heads dividing
+    heads (query head h reads key head `h // (heads / kv_heads)`); lse `[batch, heads, seq_q]`, the natural logarithm of
+    the softmax denominator, float32 (float64 for float64 inputs). Any strides whose last dimension is dense.
+    """
+
+    name: str
+    supports_window = False
+
+    @abstractmethod
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why this kernel cannot serve such inputs on this machine, or None if it can."""
+
+    @abstractmethod
+    def _forward(self, q, k, v, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, ...]: ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of q over k and v.
+
+        Returns:
+            out in q's dtype, and lse. A query that sees no key has out 0 and lse -inf.
+
+        Raises:
+            ValueError: a causal mask with unequal lengths, or a window that this kernel cannot honour.
+        """
+        self._check(q, k, mask)
+        if k.shape[1] == 0:
+            lse_dtype = torch.promote_types(q.dtype, torch.float32)
+            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
+            return torch.zeros_like(q), lse
+        return self._forward(q, k, v, scale, mask)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        mask: AttentionMask,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v through this block, in their dtype.
+
+        `out` and `lse` may be merged over several blocks: the block's probabilities are exp(score - lse), so each block
+        gives its share of the gradients of the whole attention.
+        """
+        self._check(q, k, mask)
+        if k.shape[1] == 0:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return self._backward(dout, q, k, v, out, lse, scale, mask)
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
+        if mask.causal and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"a causal block needs as many keys as queries, got {k.shape[1]} and {q.shape[1]}: "
+                "backends align unequal lengths differently"
+            )
+        if mask.window is not None and not self.supports_window:
+            raise ValueError(f"attention kernel {self.name!r} cannot honour window={mask.window}; use 'reference'")
+
+
+def heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views `[batch, seq, heads, head_dim]` as `[batch, heads, seq, head_dim]`, and back: it is its own inverse."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def needs_cuda_half(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why a kernel for half precision on CUDA cannot serve, or None."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    return None

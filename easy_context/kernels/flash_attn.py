@@ -1,0 +1,40 @@
+"""FlashAttention-2 from the package flash-attn."""
+
+import importlib.util
+
+import torch
+
+from .base import AttentionKernel, needs_cuda_half
+
+
+class FlashAttnKernel(AttentionKernel):
+    """`flash_attn.flash_attn_interface` of flash-attn 2.7 and newer (arXiv 2307.08691)."""
+
+    name = "flash_attn"
+
+    def unsupported_reason(self, device, dtype, head_dim):
+        if reason := needs_cuda_half(device, dtype):
+            return reason
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn_2_cuda") is None:
+            return "the package flash-attn is not installed (pip install flash-attn)"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs an Ampere GPU or newer"
+        return (
+            None if head_dim <= 256 and head_dim % 8 == 0 else f"head_dim {head_dim} is not a multiple of 8 up to 256"
+        )
+
+    def _forward(self, q, k, v, scale, mask):
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+
+        options = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+        out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, mask.causal, return_softmax=False, **options)
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, scale, mask):
+        from flash_attn.flash_attn_interface import _flash_attn_backward
+
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        options = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        _flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, scale, mask.causal, deterministic=False, **options)
+        return grads

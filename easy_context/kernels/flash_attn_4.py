@@ -1,0 +1,36 @@
+"""FlashAttention-4 from the package flash-attn-4: the fastest on Hopper and Blackwell, compiled at first use."""
+
+import importlib.util
+
+import torch
+
+from .base import AttentionKernel, needs_cuda_half
+
+
+class FlashAttn4Kernel(AttentionKernel):
+    """`flash_attn.cute.interface`; the first call for a shape family takes seconds to compile."""
+
+    name = "flash_attn_4"
+
+    def unsupported_reason(self, device, dtype, head_dim):
+        if reason := needs_cuda_half(device, dtype):
+            return reason
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "the package flash-attn-4 is not installed (pip install flash-attn-4)"
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            return "it needs a Hopper GPU or newer"
+        return (
+            None if head_dim <= 128 and head_dim % 8 == 0 else f"head_dim {head_dim} is not a multiple of 8 up to 128"
+        )
+
+    def _forward(self, q, k, v, scale, mask):
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=mask.causal, return_lse=True)
+        return out, lse
+
+    def _backward(self, dout, q, k, v, out, lse, scale, mask):
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=mask.causal)
+        return dq, dk, dv

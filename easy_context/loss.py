@@ -1,0 +1,160 @@
+"""Next-token cross-entropy on sharded rows, without ever holding the logits of all tokens."""
+
+import importlib.util
+import types
+
+import torch
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+_CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Targets for next-token prediction, to be made before rows are split so that no boundary token is lost.
+
+    Args:
+        labels: `[batch, seq]` int64.
+
+    Returns:
+        `[batch, seq]`: `targets[:, i] = labels[:, i + 1]`, the last column -100.
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+@torch.no_grad()
+def token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_size: int = 1024
+) -> torch.Tensor:
+    """Negative log-likelihood of every target, in natural logarithms. No gradient.
+
+    Args:
+        hidden: `[batch, seq, hidden_size]`, the decoder's last hidden state.
+        weight: `[vocab, hidden_size]`, the output embedding.
+        targets: `[batch, seq]` int64, already shifted; -100 is ignored.
+        chunk_size: tokens whose logits are in memory at once.
+
+    Returns:
+        `[batch, seq]` float32 (float64 for float64 inputs), 0 where the target is -100.
+    """
+    flat = zip(hidden.flatten(0, 1).split(chunk_size), targets.flatten().split(chunk_size), strict=True)
+    losses = [
+        F.cross_entropy(_logits(rows, weight), chunk, ignore_index=IGNORE_INDEX, reduction="none")
+        for rows, chunk in flat
+    ]
+    return torch.cat(losses).view(targets.shape)
+
+
+def apply_fused_loss(model: torch.nn.Module) -> torch.nn.Module:
+    """Make a Hugging Face causal language model compute its loss inside `lm_head`, in chunks.
+
+    `model(input_ids, ..., shift_labels=targets, num_items_in_batch=n)` then returns an output whose `loss` is the sum
+    of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without
+    `shift_labels` the model works as before. It lives in `lm_head.forward` because ZeRO-3 gathers the weight there and
+    nowhere else. On CUDA it is liger-kernel's where that is installed, else `ChunkedLinearCrossEntropy`.
+
+    Args:
+        model: with attributes `lm_head` (a Linear without bias, tied or not) and the usual forward.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the output layer is not a plain Linear without bias.
+    """
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ValueError(f"{type(model).__name__} has no plain lm_head without bias: the fused loss cannot be applied")
+    head_forward, model_forward = head.forward, model.forward
+    pending: list[torch.Tensor] = []  # the targets, while a forward pass with targets runs
+
+    def loss_or_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(hidden, self.weight, pending[0]) if pending else head_forward(hidden)
+
+    def forward(self, *args, shift_labels=None, num_items_in_batch=None, **kwargs):
+        if shift_labels is None:
+            return model_forward(*args, **kwargs)
+        if kwargs.get("labels") is not None:
+            raise ValueError("pass shift_labels or labels to a model with the fused loss, not both")
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != IGNORE_INDEX).sum().clamp(min=1)
+        pending.append(shift_labels)
+        try:
+            output = model_forward(*args, **kwargs)
+        finally:
+            pending.clear()
+        output.loss, output.logits = output.logits / num_items_in_batch, None
+        return output
+
+    head.forward = types.MethodType(loss_or_logits, head)
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropy of `hidden @ weight.T`, with gradients, by the best implementation for the device.
+
+    Args:
+        hidden: `[batch, seq, hidden_size]`.
+        weight: `[vocab, hidden_size]`.
+        targets: `[batch, seq]` int64, already shifted; -100 is ignored.
+
+    Returns:
+        A float32 scalar (float64 for float64 inputs): 0, with zero gradients, if every target is ignored.
+    """
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if hidden.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        return liger_fused_linear_cross_entropy(
+            hidden, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32
+        )
+    return ChunkedLinearCrossEntropy.apply(hidden, weight, targets)
+
+
+class ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of a linear layer, some tokens at a time; gradients are made in forward, so nothing is repeated.
+
+    Shapes as in `linear_cross_entropy`, with batch and seq flattened. Softmax, the loss and the sum of the weight's
+    gradient are float32 or wider.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=wide)
+        ctx.dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        ctx.dweight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        rows = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, start + rows)
+            valid = targets[chunk] != IGNORE_INDEX
+            safe = targets[chunk].where(valid, 0).unsqueeze(-1)
+            logits = _logits(hidden[chunk], weight)
+            log_probabilities = logits.log_softmax(dim=-1)
+            total -= log_probabilities.gather(-1, safe).squeeze(-1).where(valid, 0).sum()
+            if ctx.dhidden is None and ctx.dweight is None:
+                continue
+            dlogits = log_probabilities.exp_()
+            dlogits.scatter_add_(-1, safe, torch.full_like(safe, -1, dtype=wide))
+            dlogits = (dlogits * valid.unsqueeze(-1)).to(hidden.dtype)
+            if ctx.dhidden is not None:
+                ctx.dhidden[chunk] = dlogits @ weight
+            if ctx.dweight is not None:
+                ctx.dweight += dlogits.T @ hidden[chunk]
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dhidden = None if ctx.dhidden is None else (ctx.dhidden * dloss).to(ctx.dhidden.dtype)
+        dweight = None if ctx.dweight is None else ctx.dweight * dloss
+        if dweight is not None and ctx.dhidden is not None:
+            dweight = dweight.to(ctx.dhidden.dtype)
+        return dhidden, dweight, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T).to(torch.promote_types(hidden.dtype, torch.float32))
