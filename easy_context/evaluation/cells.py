@@ -1,0 +1,162 @@
+"""The cells of a needle evaluation: lengths x depths x samples of each task."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from tqdm import tqdm
+
+from ..loss import IGNORE_INDEX
+from .journal import Cell, Journal
+from .prompts import PromptBuilder, Row, Task
+from .scorer import Scorer
+
+
+def grid(tasks: Iterable[Task], lengths: list[int], depths: list[float]) -> list[Cell]:
+    """All cells, the short ones first."""
+    tasks = list(tasks)
+    return [
+        Cell(task.name, length, depth)
+        for length in lengths
+        for task in tasks
+        for depth in (depths if task.has_depth else [None])
+    ]
+
+
+def score_cell(
+    scorer: Scorer, builder: PromptBuilder, task: Task, cell: Cell, samples: int, seed: int, batch_tokens: int
+) -> dict:
+    """Runs one cell.
+
+    Args:
+        scorer: the model.
+        builder: of prompts.
+        task: of the cell.
+        cell: length and depth.
+        samples: prompts in this cell.
+        seed: of the run.
+        batch_tokens: rows go through the model together up to this many tokens, at least one row.
+
+    Returns:
+        the record for the journal: task, length, depth, accuracy (share of samples whose answer is all right),
+        item_accuracy (share of their single values) and what happened to each sample.
+    """
+    depth = 0.0 if cell.depth is None else cell.depth
+    rows = [
+        builder.build(task, cell.length, depth, f"{seed} {cell.task} {cell.length} {depth} {i}", f"{seed} {i}")
+        for i in range(samples)
+    ]
+    rows_at_once = max(1, batch_tokens // cell.length)
+    outcomes = []
+    for first in range(0, samples, rows_at_once):
+        outcomes += _score_rows(scorer, builder, rows[first : first + rows_at_once])
+    items = [right for outcome in outcomes for right in outcome["items"]]
+    return {
+        "task": cell.task,
+        "length": cell.length,
+        "depth": cell.depth,
+        "accuracy": sum(outcome["exact"] for outcome in outcomes) / samples,
+        "item_accuracy": sum(items) / len(items),
+        "samples": outcomes,
+    }
+
+
+def _score_rows(scorer: Scorer, builder: PromptBuilder, rows: list[Row]) -> list[dict]:
+    """One pass over several rows; shorter ones are padded at the end, which a causal model does not see."""
+    input_ids = torch.zeros(len(rows), max(len(row.ids) for row in rows), dtype=torch.int64)
+    targets = torch.full_like(input_ids, IGNORE_INDEX)
+    for i, row in enumerate(rows):
+        input_ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
+        targets[i, row.answer_start - 1 : len(row.ids) - 1] = input_ids[i, row.answer_start : len(row.ids)]
+    predictions = scorer.predictions(input_ids, targets)
+    decode = builder.encoder.tokenizer.decode
+    outcomes = []
+    for i, row in enumerate(rows):
+        answer = slice(row.answer_start - 1, len(row.ids) - 1)
+        right = predictions[i] == targets[i]
+        outcomes.append(
+            {
+                "exact": bool(right[answer].all()),
+                "items": [bool(right[item.start - 1 : item.stop - 1].all()) for item in row.items],
+                "tokens": len(row.ids),
+                "places": list(row.places),
+                "answer": decode(targets[i, answer].tolist()),
+                "predicted": decode(predictions[i, answer].tolist()),
+            }
+        )
+    return outcomes
+
+
+def run_cells(scorer: Scorer, cells: list[Cell], score: Callable[[Cell], dict], journal: Journal | None) -> list[dict]:
+    """Scores the cells that the journal lacks, one per data-parallel group at a time.
+
+    Args:
+        scorer: the model.
+        cells: all that are wanted.
+        score: gives a cell's record.
+        journal: on the first rank; None elsewhere.
+
+    Returns:
+        the records of all wanted cells on the first rank, an empty list elsewhere.
+    """
+    finished = scorer.from_first_rank(set(journal.finished) if journal else None)
+    pending = [cell for cell in cells if cell not in finished]
+    rank, groups = scorer.mesh.data_rank, scorer.mesh.data_size
+    with _progress_bar(scorer, pending) as bar:
+        for first in range(0, len(pending), groups):
+            together = pending[first : first + groups]
+            record = score(together[rank]) if rank < len(together) else None
+            records = [record for record in scorer.from_every_group(record) if record is not None]
+            bar.update(sum(_cost(scorer, cell.length) for cell in together))
+            if journal is None:
+                continue
+            for record in records:
+                journal.add(record)
+            bar.set_postfix(
+                length=records[-1]["length"], accuracy=f"{_mean(journal.finished.values())['accuracy']:.2f}"
+            )
+    return [journal.finished[cell] for cell in cells] if journal else []
+
+
+def _progress_bar(scorer: Scorer, pending: list[Cell]) -> tqdm:
+    """A bar that advances by estimated work, so that the time left is right although later cells are longer."""
+    return tqdm(
+        total=sum(_cost(scorer, cell.length) for cell in pending),
+        desc=f"{len(pending)} cells",
+        bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        disable=not scorer.is_first_rank,
+    )
+
+
+def _cost(scorer: Scorer, length: int) -> float:
+    """Multiply-adds of one forward pass: every parameter once a token, and causal attention."""
+    config = scorer.model.config
+    return length * (scorer.model.num_parameters() + config.num_hidden_layers * config.hidden_size * length)
+
+
+def summarize(records: Iterable[dict]) -> dict:
+    """Mean accuracy per task, and per length and depth of each task, over all samples.
+
+    Returns:
+        task -> {"accuracy", "item_accuracy", "samples", "by_length": {length: ...}, "by_depth": {depth: ...}}.
+    """
+    by_task: dict[str, list[dict]] = defaultdict(list)
+    for record in records:
+        by_task[record["task"]].append(record)
+    summary = {}
+    for task, own in by_task.items():
+        summary[task] = _mean(own)
+        for axis in ("length", "depth"):
+            values = sorted({record[axis] for record in own if record[axis] is not None})
+            summary[task][f"by_{axis}"] = {v: _mean([record for record in own if record[axis] == v]) for v in values}
+    return summary
+
+
+def _mean(records: Iterable[dict]) -> dict:
+    samples = [sample for record in records for sample in record["samples"]]
+    items = [right for sample in samples for right in sample["items"]]
+    return {
+        "accuracy": sum(sample["exact"] for sample in samples) / len(samples),
+        "item_accuracy": sum(items) / len(items),
+        "samples": len(samples),
+    }

@@ -1,0 +1,74 @@
+"""Token ids with the text position of every token, for any tokenizer; nothing here knows a token id.
+
+Only the END of each token in the text is used: tokenizers disagree about whether a word's leading space belongs to the
+token's span, but all agree about where the token stops.
+"""
+
+import re
+from dataclasses import dataclass
+
+# Encoding "." first puts what follows in the middle of a text: no dummy-prefix space as SentencePiece adds at a start.
+ANCHOR = "."
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A text's tokens.
+
+    Attributes:
+        ids: token ids, without special tokens that the text itself does not spell out.
+        ends: ends[i] is the number of characters of the text that tokens 0..i cover; never decreases.
+    """
+
+    ids: list[int]
+    ends: list[int]
+
+
+class TextEncoder:
+    """What the evaluations ask of a tokenizer: ids with text positions, and the special tokens a prompt opens with."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def opening(self) -> list[int]:
+        """Special tokens that this tokenizer puts before a text: BOS for Llama, nothing for GPT-2 or Qwen styles."""
+        plain = self.tokenizer.encode("a", add_special_tokens=False)
+        whole = self.tokenizer.encode("a", add_special_tokens=True)
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[:start]
+        return []
+
+    def encode(self, text: str, in_context: bool = True) -> Encoded:
+        """Encode `text`.
+
+        Args:
+            text: any text; special tokens spelled out in it (chat templates) become their ids.
+            in_context: the text continues another one, so the tokens are those it has after a full stop.
+
+        Returns:
+            ids and ends; ends count characters of `text`.
+        """
+        if not self.tokenizer.is_fast:
+            return self._encode_by_words(text, in_context)
+        anchor = ANCHOR if in_context else ""
+        encoded = self.tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, ends, latest = [], [], 0
+        for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            latest = max(latest, end)
+            if latest > len(anchor):
+                ids.append(token)
+                ends.append(latest - len(anchor))
+        return Encoded(ids, ends)
+
+    def _encode_by_words(self, text: str, in_context: bool) -> Encoded:
+        """Tokenizers that report no positions: encode word by word, each token ending where its word ends."""
+        ids, ends = [], []
+        anchor_length = len(self.tokenizer.encode(ANCHOR, add_special_tokens=False))
+        for word in re.finditer(r"\s*\S+|\s+$", text):
+            continues = in_context or word.start() > 0
+            prefix, skip = (ANCHOR, anchor_length) if continues else ("", 0)
+            tokens = self.tokenizer.encode(prefix + word.group(), add_special_tokens=False)[skip:]
+            ids += tokens
+            ends += [word.end()] * len(tokens)
+        return Encoded(ids, ends)

@@ -1,0 +1,139 @@
+"""Joins the launcher's process group and loads a model into it: whole on every rank, or split by DeepSpeed."""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..huggingface import SUPPORTED_MODELS
+from ..mesh import Mesh
+from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
+from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
+
+# Long passes leave a rank alone for long; the value is the original project's.
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=1_000_000)
+
+
+@contextlib.contextmanager
+def distributed() -> Iterator[torch.device]:
+    """Joins the process group of whatever launcher started this process, and leaves it at the end.
+
+    Any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR will do: `accelerate launch`, `torchrun`. Without one there
+    is a single process and no group.
+
+    Yields:
+        this process's device.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    started = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
+    if started and not _launched_for_deepspeed():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        yield device
+    finally:
+        if started and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _launched_for_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def load_config(name: str, rope_theta: float | None = None, seq_length: int | None = None):
+    """A model's configuration, with the RoPE base replaced if asked for.
+
+    Raises:
+        ValueError: nothing there that Transformers can read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as reason:
+        raise ValueError(
+            f"--model {name}: not a folder with a model's config.json, nor a hub name: {reason}"
+        ) from reason
+    if rope_theta is not None:
+        from ..rope import set_rope_theta
+
+        set_rope_theta(config, rope_theta, seq_length)
+    return config
+
+
+@contextlib.contextmanager
+def load_scorer(name: str, config, args, device: torch.device, frugal: bool = False) -> Iterator[Scorer]:
+    """Loads a model under the parallel mode that the flags ask for, and takes the patch off again at the end.
+
+    Args:
+        name: path or hub name.
+        config: from `load_config`.
+        args: the flags of `add_model_flags`.
+        device: from `distributed`.
+        frugal: less memory at some cost in time.
+
+    Raises:
+        ValueError: the output layer does more than a matrix product, which the chunked loss would leave out.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
+    accelerator = _deepspeed_accelerator(device) if _launched_for_deepspeed() else None
+    mode, mesh = _apply_mode(config.model_type, args)
+    try:
+        if accelerator is not None and mesh.data_size > 1:
+            raise ValueError(
+                f"--parallel_mode {mode} with {mesh.data_size} data-parallel groups cannot run under DeepSpeed, whose "
+                "ranks must all do the same passes; use a sequence-parallel mode or a launch config without DeepSpeed"
+            )
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
+        check_output_layer(model, name)
+        model.eval()
+        model = model.to(device) if accelerator is None else accelerator.prepare(model).module
+        yield Scorer(model, mode, mesh, device, SMALL_LOSS_CHUNK if frugal else LOSS_CHUNK, frugal)
+    finally:
+        remove_seq_parallel_monkey_patch()
+
+
+def _apply_mode(model_type: str, args) -> tuple[str | None, Mesh]:
+    """Patches the model family for the mode of the flags, or of the number of processes if they name none."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if args.parallel_mode is None and processes == 1 and model_type not in SUPPORTED_MODELS:
+        return None, Mesh()
+    mode = args.parallel_mode or ("zigzag_ring_attn" if processes > 1 else "data_parallel")
+    mesh = apply_seq_parallel_monkey_patch(
+        mode,
+        model_type,
+        attn_kernel=args.attn_kernel,
+        sequence_parallel_size=args.sequence_parallel_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return mode, mesh
+
+
+def check_output_layer(model: torch.nn.Module, name: str) -> None:
+    """Raises ValueError unless the logits are the output embedding times the last hidden state."""
+    head = model.get_output_embeddings()
+    extras = [
+        key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(model.config, key, None)
+    ]
+    if head is None or getattr(head, "bias", None) is not None or extras:
+        what = ", ".join(extras) or ("no output embedding" if head is None else "a bias")
+        raise ValueError(f"--model {name}: its output layer has {what}, which is not supported; use a Llama-like model")
+
+
+def _deepspeed_accelerator(device: torch.device):
+    """Accelerate, set up by a launch config with DeepSpeed: the model's weights are then split over the ranks."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=COLLECTIVE_TIMEOUT)])
+    # Accelerate wants a batch size before it prepares a model without a data loader.
+    accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    return accelerator

@@ -1,0 +1,107 @@
+"""Needle in a haystack: sentences that give a number to a name, hidden in a long text, asked for at its end."""
+
+import random
+
+from .prompts import ANSWER_SEPARATOR, Example
+
+KEY_MARK, VALUE_MARK = "{key}", "{value}"
+NEEDLE_TEMPLATE = " The secret number of the {key} is {value}."
+QUESTION_TEMPLATE = "What is the secret number of the {key}?"
+QUESTION_TEMPLATE_ALL = "What are the secret numbers of these, in this order: {key}?"
+ANSWER_TEMPLATE = "The secret number of the {key} is {value}"
+ANSWER_TEMPLATE_ALL = "The secret numbers are {value}"
+_ADJECTIVES = (
+    "amber ancient brass bright copper crimson crooked distant double empty frozen golden grey hollow iron ivory "
+    "little lonely marble narrow northern old painted patient quiet red round rusty scarlet silent silver small "
+    "southern spotted steep striped velvet wandering white wooden yellow"
+)
+_NOUNS = (
+    "anchor badger barrel beacon bell bridge candle canal castle clock cottage falcon ferry forest fountain garden "
+    "gate harbour heron island kettle ladder lantern library lighthouse meadow mill mirror orchard owl piano pier "
+    "quarry railway river ship station statue tower village violin"
+)
+KEYS = tuple(f"{adjective} {noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split())
+
+
+def distinct_numbers(rng: random.Random, count: int, digits: int) -> list[str]:
+    """`count` different numbers of exactly `digits` decimal digits, none starting with 0."""
+    return [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
+
+
+def spread(depth: float, count: int) -> list[float]:
+    """Depths of several needles: the first at `depth`, the others at even steps towards the end of the context."""
+    return [depth + i * (1 - depth) / count for i in range(count)]
+
+
+class NeedleTask:
+    """The classical test: needles and distractors of one form; one needle is asked for, or all of them."""
+
+    has_depth = True
+    smallest_size = 0
+
+    def __init__(
+        self,
+        name: str = "needle",
+        needle_template: str = NEEDLE_TEMPLATE,
+        question_template: str = "",
+        answer_template: str = "",
+        digits: int = 7,
+        needles: int = 1,
+        ask: str = "one",
+        distractors: int = 0,
+    ):
+        """Checks the templates.
+
+        Args:
+            name: of the task.
+            needle_template: text to hide, with {value} and, unless there is only one, {key}; put in as it is.
+            question_template: asked after the haystack, may use {key}; empty takes a default for `ask`.
+            answer_template: everything before {value} is given to the model, the rest must be produced.
+            digits: decimal digits of a value.
+            needles: how many are spread from the cell's depth to the end.
+            ask: "one" asks for the needle at the cell's depth, "all" for every one in the order of the text.
+            distractors: further sentences of the same form at random depths, never asked for.
+
+        Raises:
+            ValueError: naming the flag that cannot work.
+        """
+        everything = needles + distractors
+        if needles < 1 or distractors < 0 or everything > len(KEYS):
+            raise ValueError(
+                f"--num_needles {needles} and --num_distractor {distractors}: at least 1 and 0, "
+                f"together at most {len(KEYS)}"
+            )
+        if digits < 1 or everything > 9 * 10 ** (digits - 1):
+            raise ValueError(f"--rnd_number_digits {digits} does not give {everything} different numbers; raise it")
+        self.name, self.digits, self.needles, self.ask, self.distractors = name, digits, needles, ask, distractors
+        self.needle_template = needle_template
+        self.question_template = question_template or (QUESTION_TEMPLATE_ALL if ask == "all" else QUESTION_TEMPLATE)
+        self.answer_template = answer_template or (ANSWER_TEMPLATE_ALL if ask == "all" else ANSWER_TEMPLATE)
+        if VALUE_MARK not in needle_template:
+            raise ValueError(f"--needle-template {needle_template!r} must hold {VALUE_MARK}")
+        if everything > 1 and KEY_MARK not in needle_template:
+            raise ValueError(
+                f"--needle-template {needle_template!r} must hold {KEY_MARK} to tell {everything} needles "
+                "and distractors apart"
+            )
+        if self.answer_template.count(VALUE_MARK) != 1:
+            raise ValueError(f"--answer-template {self.answer_template!r} must hold {VALUE_MARK} exactly once")
+
+    def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
+        """New keys and numbers, the first needle at `depth`."""
+        count = self.needles + self.distractors
+        keys, values = rng.sample(KEYS, count), distinct_numbers(rng, count, self.digits)
+        depths = spread(depth, self.needles) + [rng.random() for _ in range(self.distractors)]
+        asked = self.needles if self.ask == "all" else 1
+        key = ANSWER_SEPARATOR.join(keys[:asked])
+        lead_in, closing = self.answer_template.replace(KEY_MARK, key).split(VALUE_MARK)
+        return Example(
+            question=self.question_template.replace(KEY_MARK, key),
+            lead_in=lead_in,
+            answers=tuple(values[:asked]),
+            closing=closing,
+            inserts=tuple(
+                (at, self.needle_template.replace(KEY_MARK, key).replace(VALUE_MARK, value))
+                for at, key, value in zip(depths, keys, values, strict=True)
+            ),
+        )

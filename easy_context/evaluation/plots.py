@@ -1,0 +1,216 @@
+"""Pictures of results: perplexity curves, needle heatmaps, training curves. Drawn without a display."""
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+DPI = 150
+LOG_RATIO = 8  # largest over smallest value from which a perplexity axis is logarithmic
+SMOOTHED_SHARE = 0.05  # of a run's steps, in the window of the smoothed loss
+_STYLE = {
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "font.size": 10,
+}
+
+
+def tokens_label(tokens: float, _=None) -> str:
+    """A length as people write it: 512, 4K, 1.5K, 128K, 1M; K is 1024 where that is round, else 1000."""
+    for base in (1024, 1000):
+        for size, suffix in ((base**2, "M"), (base, "K")):
+            if tokens >= size and (tokens / size * 4).is_integer():
+                return f"{tokens / size:g}{suffix}"
+    for size, suffix in ((1_000_000, "M"), (10_000, "K")):
+        if tokens >= size:
+            return f"{tokens / min(size, 1000) if suffix == 'K' else tokens / size:.3g}{suffix}"
+    return f"{tokens:g}"
+
+
+def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
+    """A CSV of eval_ppl.py: model -> length -> (summed loss, tokens) over its documents.
+
+    Raises:
+        ValueError: the file has other columns, or no rows.
+    """
+    curves: dict[str, dict[int, tuple[float, int]]] = {}
+    with open(file, newline="") as opened:
+        rows = csv.DictReader(opened)
+        missing = {"model", "length", "tokens", "loss"} - set(rows.fieldnames or ())
+        if missing:
+            raise ValueError(f"{file} lacks the columns {sorted(missing)}: it is not a CSV of eval_ppl.py")
+        for row in rows:
+            curve = curves.setdefault(row["model"], {})
+            loss, tokens = curve.get(int(row["length"]), (0.0, 0))
+            # A document whose labels are all -100 so far has no tokens and a loss that is not a number.
+            own = int(row["tokens"])
+            curve[int(row["length"])] = (loss + (float(row["loss"]) * own if own else 0.0), tokens + own)
+    if not curves:
+        raise ValueError(f"{file} has no rows")
+    return curves
+
+
+def draw_perplexity(
+    curves: Sequence[tuple[str, dict[int, tuple[float, int]]]], output: str | Path, title: str = ""
+) -> None:
+    """Perplexity over context length, one line a model.
+
+    Args:
+        curves: (label, length -> (summed loss, tokens)).
+        output: the PNG.
+        title: above the picture.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(7, 4.2))
+        everything, lengths = [], set()
+        for label, curve in curves:
+            points = [(n, math.exp(min(loss / tokens, 700))) for n, (loss, tokens) in sorted(curve.items()) if tokens]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+            everything += [value for _, value in points]
+            lengths |= {n for n, _ in points}
+        _length_axis(axes, sorted(lengths))
+        if max(everything) > LOG_RATIO * min(everything):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_xlabel("context length (tokens)")
+        axes.set_ylabel("perplexity over the whole context")
+        axes.legend(frameon=False)
+        _save(figure, axes, output, title)
+
+
+def _length_axis(axes, lengths: list[int]) -> None:
+    """Ticks at the lengths themselves, thinned out; logarithmic if they span more than a factor of eight."""
+    if lengths[-1] > 8 * lengths[0]:
+        axes.set_xscale("log", base=2)
+        doubles = [n for n in lengths if (n / lengths[0]).is_integer() and (n // lengths[0]).bit_count() == 1]
+        ticks = doubles if lengths[-1] < 1.5 * doubles[-1] else [*doubles, lengths[-1]]
+    else:
+        ticks = lengths[:: math.ceil(len(lengths) / 10)]
+    axes.set_xticks(ticks)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
+
+
+def read_cells(file: str | Path) -> list[dict]:
+    """Finished cells of eval_needle.py, from its JSONL or its CSV.
+
+    Raises:
+        ValueError: the file is neither, or has no cells.
+    """
+    text = Path(file).read_text()
+    if text.startswith("{"):
+        records = [json.loads(line) for line in text.splitlines()]
+        cells = [record for record in records if "accuracy" in record]
+    else:
+        cells = [
+            {
+                "task": row["task"],
+                "length": int(row["length"]),
+                "depth": float(row["depth"]) if row["depth"] else None,
+                "accuracy": float(row["accuracy"]),
+            }
+            for row in csv.DictReader(text.splitlines())
+            if "accuracy" in row
+        ]
+    if not cells:
+        raise ValueError(f"{file} holds no cells of eval_needle.py")
+    return cells
+
+
+def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> None:
+    """A heatmap of accuracy, length to the right and depth downwards, each cell with its number in per cent.
+
+    Args:
+        cells: with "length", "depth" (None: a single row) and "accuracy", of one task.
+        output: the PNG.
+        title: above the picture.
+    """
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells}, key=lambda depth: -1 if depth is None else depth)
+    values = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in cells}
+    table = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
+    with plt.rc_context({**_STYLE, "axes.grid": False}):
+        size = (max(4.5, 2.0 + 0.55 * len(lengths)), max(2.2, 1.6 + 0.4 * len(depths)))
+        figure, axes = plt.subplots(figsize=size)
+        # Cividis keeps its order for readers who do not tell red from green.
+        image = axes.pcolormesh(table, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1)
+        for row, accuracies in enumerate(table):
+            for column, accuracy in enumerate(accuracies):
+                if not math.isnan(accuracy):
+                    color = "black" if accuracy > 0.55 else "white"
+                    axes.text(
+                        column + 0.5, row + 0.5, f"{100 * accuracy:.0f}", ha="center", va="center", color=color, size=9
+                    )
+        axes.invert_yaxis()
+        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [tokens_label(length) for length in lengths])
+        axes.set_yticks(
+            [i + 0.5 for i in range(len(depths))], ["" if d is None else f"{100 * d:.0f} %" for d in depths]
+        )
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_xlabel("context length (tokens)")
+        if depths != [None]:
+            axes.set_ylabel("depth of the needle")
+        figure.colorbar(
+            image, ax=axes, format=FuncFormatter(lambda value, _: f"{100 * value:.0f} %"), label="right answers"
+        )
+        _save(figure, axes, output, title)
+
+
+def read_metrics(file: str | Path) -> list[dict]:
+    """The lines of a training run's metrics.jsonl that hold a step's loss.
+
+    Raises:
+        ValueError: there are none.
+    """
+    records = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
+    steps = [record for record in records if "loss" in record and "step" in record]
+    if not steps:
+        raise ValueError(f"{file} has no lines with step and loss: it is not a metrics.jsonl of train.py")
+    return steps
+
+
+def draw_loss(runs: Sequence[tuple[str, list[dict]]], output: str | Path, title: str = "") -> None:
+    """Training loss over steps, one colour a run: every step pale, a running mean strong.
+
+    Args:
+        runs: (label, steps), each step with "step" and "loss".
+        output: the PNG.
+        title: above the picture.
+    """
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(7, 4.2))
+        for label, records in runs:
+            steps, losses = [record["step"] for record in records], [record["loss"] for record in records]
+            width = max(1, round(SMOOTHED_SHARE * len(losses)))
+            (line,) = axes.plot(steps, losses, alpha=0.3 if width > 1 else 1, label=None if width > 1 else label)
+            if width > 1:
+                axes.plot(steps, running_mean(losses, width), color=line.get_color(), label=label)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(frameon=False)
+        _save(figure, axes, output, title)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and up to width - 1 before it."""
+    windows = (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _save(figure, axes, output: str | Path, title: str) -> None:
+    axes.set_title(title, fontsize=11)
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=DPI, bbox_inches="tight")
+    plt.close(figure)

@@ -1,0 +1,136 @@
+"""A causal language model spread over the processes, asked for token losses or for the tokens it would write.
+
+Neither ever holds the logits of a whole row: losses go chunk by chunk, and answers need only their own positions.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..loss import IGNORE_INDEX, token_losses
+from ..mesh import Mesh
+from ..sequence_parallel import gather_seq_parallel_outputs, prepare_seq_parallel_inputs
+
+LOSS_CHUNK, SMALL_LOSS_CHUNK = 1024, 256  # positions whose logits exist at once
+
+
+@dataclass
+class Scorer:
+    """A loaded model under a parallel mode.
+
+    Attributes:
+        model: Hugging Face causal LM (or a DeepSpeed engine's module), in eval mode.
+        mode: name of the parallel mode; None if the model runs its own attention on one process.
+        mesh: this process's place.
+        device: where the model is.
+        loss_chunk: positions whose logits exist at once.
+        frugal: give cached memory back after every pass.
+    """
+
+    model: torch.nn.Module
+    mode: str | None
+    mesh: Mesh
+    device: torch.device
+    loss_chunk: int = LOSS_CHUNK
+    frugal: bool = False
+
+    @torch.no_grad()
+    def token_losses(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood of every target.
+
+        Args:
+            input_ids: int64 `[batch, seq]`, the same on every rank of the sequence-parallel group.
+            targets: int64 `[batch, seq]`, already shifted: targets[:, i] follows input_ids[:, i]; -100 is not scored.
+
+        Returns:
+            float32 `[batch, seq]` on the CPU of every rank; 0 where there is no target.
+        """
+        hidden, local_targets = self._hidden(input_ids, targets)
+        with self._head_weight() as weight:
+            losses = token_losses(hidden, weight, local_targets, chunk_size=self.loss_chunk)
+        return self._gather(losses, input_ids.shape[1])
+
+    @torch.no_grad()
+    def predictions(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The most likely token wherever there is a target.
+
+        If every prediction equals its target then greedy decoding from the prompt writes exactly the targets: its first
+        token is the first prediction; given that this is right, its second is predicted from the very input that this
+        pass had, and so on. So one forward pass decides what would otherwise take one pass a token.
+
+        Args:
+            input_ids, targets: as for `token_losses`.
+
+        Returns:
+            int64 `[batch, seq]` on the CPU of every rank, -100 where there is no target.
+        """
+        hidden, local_targets = self._hidden(input_ids, targets)
+        wanted = local_targets != IGNORE_INDEX
+        predicted = torch.full_like(local_targets, IGNORE_INDEX)
+        # Called even for no position at all: under ZeRO-3 every rank must take part in gathering the weight.
+        predicted[wanted] = self.model.get_output_embeddings()(hidden[wanted]).argmax(dim=-1)
+        return self._gather(predicted, input_ids.shape[1])
+
+    def _hidden(self, input_ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states `[batch, seq / size, hidden]` and targets of this rank's shard."""
+        position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        if self.mode is None:
+            input_ids, position_ids, targets = (x.to(self.device) for x in (input_ids, position_ids, targets))
+        else:
+            part = prepare_seq_parallel_inputs(
+                self.mode,
+                input_ids,
+                position_ids,
+                targets,
+                self.mesh.sequence_rank,
+                self.mesh.sequence_size,
+                self.device,
+            )
+            input_ids, position_ids = part["local_input_ids"], part["local_position_ids"]
+            targets = part["local_target_ids"]
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return output.last_hidden_state, targets
+
+    def _gather(self, local: torch.Tensor, length: int) -> torch.Tensor:
+        if self.mode is not None:
+            local = gather_seq_parallel_outputs(self.mode, local, dim=1, length=length)
+        whole = local.cpu()
+        if self.frugal and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return whole
+
+    @contextlib.contextmanager
+    def _head_weight(self) -> Iterator[torch.Tensor]:
+        """The output embedding `[vocab, hidden]`, gathered if ZeRO-3 has split it."""
+        weight = self.model.get_output_embeddings().weight
+        if hasattr(weight, "ds_id"):
+            from deepspeed.zero import GatheredParameters
+
+            with GatheredParameters([weight]):
+                yield weight
+        else:
+            yield weight
+
+    def from_every_group(self, value: object) -> list[object]:
+        """`value` of each data-parallel group, in their order, on every rank."""
+        if not dist.is_initialized():
+            return [value]
+        values: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values[:: self.mesh.sequence_size]
+
+    def from_first_rank(self, value: object) -> object:
+        """Rank 0's `value`, on every rank."""
+        if not dist.is_initialized():
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one that writes files and shows progress."""
+        return self.mesh.data_rank == 0 and self.mesh.sequence_rank == 0

@@ -1,0 +1,173 @@
+"""A set of tasks after RULER (Hsieh et al. 2024, arXiv 2404.06654), seeded and scored by exact match.
+
+The kinds of task, their counts (four keys, values and queries, chains of four hops, ten common words, thirty against
+three occurrences) follow the paper; the wording is our own, and two things differ so that one forward pass can score an
+answer: every list has a stated order, and all of it must match. Scores are therefore not RULER's scores.
+"""
+
+import math
+import random
+import re
+import string
+
+from .needle import KEYS as NEEDLE_KEYS
+from .needle import NeedleTask, distinct_numbers, spread
+from .prompts import Example, Task
+
+MANY = 4  # keys, values and queries of the multi-needle tasks
+HOPS = 4
+CHAINS = 2  # the second chain is there so that naming every variable is not the answer
+NAME_LENGTH = 5  # letters of a variable
+COMMON_WORDS = 10
+COMMON_REPEATS, RARE_REPEATS = 30, 3
+FEWEST_WORDS = 20  # that the haystack must offer beyond the common ones
+RULER_TASKS = (
+    "niah_single",
+    "niah_multikey",
+    "niah_multivalue",
+    "niah_multiquery",
+    "variable_tracking",
+    "common_words",
+)
+
+
+class MultiValueTask:
+    """Several numbers for one key; all of them are asked for, in the order of the text."""
+
+    name = "niah_multivalue"
+    has_depth = True
+    smallest_size = 0
+
+    def __init__(self, digits: int = 7):
+        self.digits = digits
+
+    def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
+        """The first number at `depth`, the others spread to the end."""
+        key = rng.choice(NEEDLE_KEYS)
+        values = distinct_numbers(rng, MANY, self.digits)
+        return Example(
+            question=f"What are all the secret numbers of the {key}, in the order in which the text gives them?",
+            lead_in=f"The secret numbers of the {key} are ",
+            answers=tuple(values),
+            inserts=tuple(
+                (at, f" One of the secret numbers of the {key} is {value}.")
+                for at, value in zip(spread(depth, MANY), values, strict=True)
+            ),
+        )
+
+
+class VariableTrackingTask:
+    """Chains of assignments scattered over the text; all variables that hold one value are asked for."""
+
+    name = "variable_tracking"
+    has_depth = False
+    smallest_size = 0
+
+    def __init__(self, digits: int = 5):
+        self.digits = digits
+
+    def example(self, rng: random.Random, depth: float = 0.0, size: int = 0) -> Example:
+        """Two chains of one value and four hops each, every chain in its order at random depths."""
+        names = distinct_names(rng, CHAINS * (HOPS + 1))
+        values = distinct_numbers(rng, CHAINS, self.digits)
+        chains = [names[i * (HOPS + 1) : (i + 1) * (HOPS + 1)] for i in range(CHAINS)]
+        inserts = []
+        for chain, value in zip(chains, values, strict=True):
+            depths = sorted(rng.random() for _ in chain)
+            inserts.append((depths[0], f" Let {chain[0]} be {value}."))
+            for at, previous, name in zip(depths[1:], chain, chain[1:], strict=False):
+                inserts.append((at, f" Let {name} be equal to {previous}."))
+        return Example(
+            question=f"Which variables have the value {values[0]}? Name them in the order of the text.",
+            lead_in=f"The variables with the value {values[0]} are ",
+            answers=tuple(chains[0]),
+            inserts=tuple(inserts),
+        )
+
+
+class CommonWordsTask:
+    """A numbered list of words in which ten occur far more often than the others; the ten are asked for."""
+
+    name = "common_words"
+    has_depth = False
+    smallest_size = 40
+
+    def __init__(self, vocabulary: list[str]):
+        """Takes the words to draw from.
+
+        Raises:
+            ValueError: there are too few.
+        """
+        if len(vocabulary) < COMMON_WORDS + FEWEST_WORDS:
+            raise ValueError(
+                f"--task common_words needs {COMMON_WORDS + FEWEST_WORDS} different words of 4 to 9 letters in "
+                f"--haystack_dir and found {len(vocabulary)}; give it more text"
+            )
+        self.vocabulary = vocabulary
+
+    def example(self, rng: random.Random, depth: float, size: int) -> Example:
+        """A list of `size` entries, at least `smallest_size`."""
+        common_repeats, rare_repeats = self._repeats(size)
+        rare_entries = size - COMMON_WORDS * common_repeats
+        words = rng.sample(self.vocabulary, COMMON_WORDS + math.ceil(rare_entries / rare_repeats))
+        common, rare = words[:COMMON_WORDS], words[COMMON_WORDS:]
+        entries = common * common_repeats + (rare * rare_repeats)[:rare_entries]
+        rng.shuffle(entries)
+        return Example(
+            question=f"Which {COMMON_WORDS} words occur most often in the list? Name them in the order of the list.",
+            lead_in="The most common words are ",
+            answers=tuple(sorted(common, key=entries.index)),
+            context="\n".join(f"{i}. {word}" for i, word in enumerate(entries, start=1)),
+        )
+
+    def _repeats(self, size: int) -> tuple[int, int]:
+        """How often a common and a rare word occur: 30 and 3 in a long list, less in a short one, at the same ratio.
+
+        A list that would use up the vocabulary repeats every word more often instead.
+        """
+        common = min(COMMON_REPEATS, size // (2 * COMMON_WORDS))
+        rare = RARE_REPEATS if common == COMMON_REPEATS else 1
+        most_different = len(self.vocabulary) - COMMON_WORDS
+        while math.ceil((size - COMMON_WORDS * common) / rare) > most_different:
+            rare += 1
+            common = min(COMMON_REPEATS // RARE_REPEATS * rare, size // (2 * COMMON_WORDS))
+        return common, rare
+
+
+def distinct_names(rng: random.Random, count: int) -> list[str]:
+    """`count` different names of capital letters."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(rng.choices(string.ascii_uppercase, k=NAME_LENGTH))] = None
+    return list(names)
+
+
+def vocabulary_of(text: str) -> list[str]:
+    """The different lower-case words of 4 to 9 letters in a text, sorted."""
+    return sorted(set(re.findall(r"\b[a-z]{4,9}\b", text)))
+
+
+def ruler_task(name: str, haystack_text: str, digits: int = 7) -> Task:
+    """The task of that name.
+
+    Args:
+        name: one of RULER_TASKS.
+        haystack_text: words of the common-words task come from it.
+        digits: of the numbers.
+
+    Raises:
+        ValueError: unknown name, or too small a haystack.
+    """
+    if name == "niah_single":
+        return NeedleTask(name, digits=digits)
+    if name == "niah_multikey":
+        return NeedleTask(name, digits=digits, distractors=MANY - 1)
+    if name == "niah_multiquery":
+        return NeedleTask(name, digits=digits, needles=MANY, ask="all")
+    if name == "niah_multivalue":
+        return MultiValueTask(digits)
+    if name == "variable_tracking":
+        return VariableTrackingTask()
+    if name == "common_words":
+        return CommonWordsTask(vocabulary_of(haystack_text))
+    raise ValueError(f"--task {name}: choose from needle, {', '.join(RULER_TASKS)}")
