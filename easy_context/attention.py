@@ -1,4 +1,4 @@
-"""The one autograd function through which every mode runs, and the record that spares recomputing attention."""
+"""The one autograd function through which every mode runs, and what spares recomputing attention."""
 
 import contextlib
 import threading
@@ -28,50 +28,56 @@ class AttentionPlan:
         return {"scale": self.scale, "mask": self.mask, "kernel": self.kernel, "group": self.group}
 
 
-class AttentionRecord:
-    """Outputs and residuals of the attention calls inside a checkpointed layer, in call order.
+@dataclass
+class LayerRun:
+    """One run of a checkpointed layer: the first, without a graph, or the recomputation in backward.
 
-    While the layer first runs they are recorded; while it is recomputed they are replayed, so that neither the kernel
-    nor the forward collectives run again (rematerialisation-aware checkpointing of arXiv 2310.03294, for every mode).
+    Attention keeps its results in the first run and takes them in the second, so that neither the kernel nor the
+    forward collectives run again (the rematerialisation-aware checkpointing of arXiv 2310.03294, for every mode).
+
+    Attributes:
+        recomputing: this is the recomputation; nothing reads the value that the layer returns, only its graph.
+        attention: (out, *residuals) of the layer's attention calls in order, to fill or to take from; None to compute
+            attention in both runs.
     """
 
-    def __init__(self, recorded: list[tuple[torch.Tensor, ...]] | None = None) -> None:
-        """An empty record to fill, or, given what one recorded, a record to replay."""
-        self.replaying = recorded is not None
-        self.results: list[tuple[torch.Tensor, ...]] = list(recorded or [])
-
-    def next(self) -> tuple[torch.Tensor, ...]:
-        """The next call's (out, *residuals)."""
-        return self.results.pop(0)
+    recomputing: bool
+    attention: list[tuple[torch.Tensor, ...]] | None
 
 
 _current = threading.local()  # the backward of CUDA tensors, and so recomputation, runs on threads of autograd's own
 
 
 @contextlib.contextmanager
-def attention_record(record: AttentionRecord | None) -> Iterator[None]:
-    """Attention calls of this thread inside the block fill or replay `record`; None for neither."""
-    previous = getattr(_current, "record", None)
-    _current.record = record
+def layer_run(run: LayerRun) -> Iterator[None]:
+    """What this thread computes inside the block belongs to `run`."""
+    previous = current_layer_run()
+    _current.run = run
     try:
         yield
     finally:
-        _current.record = previous
+        _current.run = previous
+
+
+def current_layer_run() -> LayerRun | None:
+    """The checkpointed layer that this thread is running; None outside of one."""
+    return getattr(_current, "run", None)
 
 
 class _SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, plan: AttentionPlan):
-        record = getattr(_current, "record", None)
-        if record is not None and record.replaying:
-            out, *residuals = record.next()
+        run = current_layer_run()
+        kept = None if run is None else run.attention
+        if kept is not None and run.recomputing:
+            out, *residuals = kept.pop(0)
         else:
             out, residuals = plan.mode.forward(q, k, v, **plan.options)
-            if record is not None:
-                record.results.append((out, *residuals))
+            if kept is not None:
+                kept.append((out, *residuals))
         ctx.save_for_backward(q, k, v, out, *residuals)
         ctx.plan = plan
-        return out.view_as(out)  # a recorded tensor must not become part of a graph that is freed
+        return out.view_as(out)  # autograd marks what is returned; the kept tensor stays as it is
 
     @staticmethod
     def backward(ctx, dout):

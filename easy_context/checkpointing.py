@@ -1,7 +1,7 @@
 """Gradient checkpointing that keeps attention's results and puts layer inputs into host memory.
 
 A checkpointed layer runs without a graph; in backward it runs again with one. Its input waits on the host (as Unsloth's
-offloaded checkpointing does), and its attention is not computed a second time: see `attention.AttentionRecord`.
+offloaded checkpointing does), and its attention is not computed a second time: see `attention.LayerRun`.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.modeling_utils
 
-from .attention import AttentionRecord, attention_record
+from .attention import LayerRun, layer_run
 from .offload import OffloadedTensors
 
 KEEP_ATTENTION = ("gpu", "cpu", "none")
@@ -87,26 +87,23 @@ class _CheckpointedLayer(torch.autograd.Function):
         ctx.function = function
         ctx.context = _RunContext(device, settings["preserve_rng_state"])
         keep = settings["keep_attention"]
-        record = AttentionRecord() if keep != "none" else None
-        with attention_record(record):
+        run = LayerRun(recomputing=False, attention=None if keep == "none" else [])
+        with layer_run(run):
             outputs = function(*args)
-        results = record.results if record is not None else None
         ctx.args = _Arguments(args, settings["offload"])
-        ctx.attention = None if results is None else _Results(results, keep == "cpu")
+        ctx.attention = None if run.attention is None else _Results(run.attention, keep == "cpu")
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
         if ctx.args is None:
             raise RuntimeError("a checkpointed layer was run backward twice; its input was freed after the first time")
-        args = [
-            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in ctx.args.fetch()
-        ]
-        record = AttentionRecord(ctx.attention.fetch()) if ctx.attention is not None else None
-        with ctx.context.restored(), torch.enable_grad(), attention_record(record):
+        args = ctx.args.fetch()
+        run = LayerRun(recomputing=True, attention=None if ctx.attention is None else ctx.attention.fetch())
+        with ctx.context.restored(), torch.enable_grad(), layer_run(run):
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.function = ctx.args = ctx.attention = record = None  # free what this layer kept
+        ctx.function = ctx.args = ctx.attention = run = None  # free what this layer kept
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)

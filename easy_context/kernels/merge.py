@@ -1,5 +1,7 @@
 """Merging the attention of one set of queries over several blocks of keys."""
 
+import functools
+
 import torch
 
 
@@ -8,14 +10,43 @@ def merge_block_(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, 
 
     The merged output is the average of both, weighted by the softmax denominators exp(lse) and exp(block_lse). Written
     with a sigmoid of their difference nothing overflows, whatever the gap (the form of ring-flash-attention, issue 34).
+    Computed in float32 or wider; one Triton kernel on CUDA.
 
     Args:
-        out: accumulated output, float32 or wider, `[batch, seq, heads, head_dim]`.
+        out: accumulated output, any float dtype, `[batch, seq, heads, head_dim]`.
         lse: its log-sum-exp, `[batch, heads, seq]`; -inf where no key was seen so far.
-        block_out: the block's output, any float dtype, same shape.
+        block_out: the block's output, same shape.
         block_lse: the block's log-sum-exp, same shape as lse.
     """
+    if out.is_cuda and out.dtype != torch.float64 and _triton_kernel() is not None:
+        _merge_on_cuda(out, lse, block_out, block_lse)
+        return
+    wide = torch.promote_types(out.dtype, torch.float32)
     # Both -inf gives NaN: neither side saw a key, and the block weighs nothing.
     weight = torch.sigmoid((block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))
-    out.lerp_(block_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    out.copy_(out.to(wide).lerp(block_out.to(wide), weight.to(wide).transpose(1, 2).unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+def _merge_on_cuda(out, lse, block_out, block_lse) -> None:
+    import triton
+
+    batch, seq, heads, head_dim = out.shape
+    rows = 64
+    grid = (triton.cdiv(seq, rows), batch * heads)
+    strides = [stride for x in (out, block_out) for stride in x.stride()[:3]]
+    strides += [stride for x in (lse, block_lse) for stride in x.stride()]
+    with torch.cuda.device(out.device):
+        _triton_kernel()[grid](
+            out, block_out, lse, block_lse, *strides, heads, seq, head_dim, triton.next_power_of_2(head_dim), rows
+        )
+
+
+@functools.cache
+def _triton_kernel():
+    """The compiled-at-first-use kernel, or None where Triton is missing (PyTorch for CUDA brings it)."""
+    try:
+        from .merge_triton import merge_kernel
+    except ImportError:
+        return None
+    return merge_kernel

@@ -101,7 +101,12 @@ def require_plain_causal(mask: AttentionMask, mode: str) -> None:
         raise ValueError(f"{mode} splits the row and honours only a plain causal mask, got {mask}; use data_parallel")
 
 
-def accumulator(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` to sum into: float32, or wider if the tensor is."""
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+def accumulator(first: torch.Tensor, terms: int) -> torch.Tensor:
+    """A tensor that holds the first of several terms and that the others are summed or merged into.
+
+    Args:
+        first: a kernel's result.
+        terms: how many there are at most. More than two are accumulated in float32 (or wider); a sum of two is rounded
+            once either way, so it stays in the kernel's dtype, and in place.
+    """
+    return first.to(torch.promote_types(first.dtype, torch.float32)) if terms > 2 else first

@@ -79,7 +79,7 @@ class DistFlashAttention(ParallelMode):
         kv = torch.stack((k, v))
         arriving = _Inputs(steps[0], kv, (q,), None, group)
         block_out, lse = kernel.forward(q, k, v, scale, mask)
-        out = accumulator(block_out)
+        out = accumulator(block_out, size)
         returning = None
         for step, next_step in zip(steps, [*steps[1:], None], strict=True):
             arrived = arriving.wait()
@@ -110,7 +110,8 @@ class DistFlashAttention(ParallelMode):
         kv = torch.stack((k, v))
         queries = dout, q, out
         arriving = _Inputs(steps[0], kv, queries, lse, group)
-        dq, *dkv = map(accumulator, kernel.backward(dout, q, k, v, out, lse, scale, mask))
+        grads = kernel.backward(dout, q, k, v, out, lse, scale, mask)
+        dq, *dkv = (accumulator(grad, size + 1) for grad in grads)  # a helper adds its own share, too
         returning = None
         for step, next_step in zip(steps, [*steps[1:], None], strict=True):
             arrived = arriving.wait()

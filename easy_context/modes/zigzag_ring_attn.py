@@ -38,7 +38,7 @@ class ZigzagRingAttention(ParallelMode):
             if step == 0:
                 # The two chunks are in order, so plain causal attention over the shard is right.
                 block_out, lse = kernel.forward(q, k, v, scale, mask)
-                out = accumulator(block_out)
+                out = accumulator(block_out, size)
             elif step <= rank:  # the travelling keys come from an earlier rank: their late chunk is in our future
                 block = kernel.forward(q, kv[0, :, :half], kv[1, :, :half], scale, FULL)
                 merge_block_(out, lse, *block)
@@ -64,7 +64,8 @@ class ZigzagRingAttention(ParallelMode):
             if step + 1 < size:
                 next_kv, exchange = ring_exchange(kv, group)
             if step == 0:
-                dq, *dkv = map(accumulator, kernel.backward(dout, q, k, v, out, lse, scale, mask))
+                grads = kernel.backward(dout, q, k, v, out, lse, scale, mask)
+                dq, *dkv = (accumulator(grad, size) for grad in grads)
             elif step <= rank:
                 early = kv[0, :, :half], kv[1, :, :half]
                 block_dq, *block_dkv = kernel.backward(dout, q, *early, out, lse, scale, FULL)

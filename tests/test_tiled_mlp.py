@@ -1,0 +1,71 @@
+"""The tiled MLP gives the values and gradients of the plain one, at no extra computation under checkpointing."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import easy_context
+from easy_context.tiled_mlp import apply_tiled_mlp
+
+TOKENS, TILE = 50, 16  # the last tile is short
+
+
+def _model(layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def _loss_and_grads(model: LlamaForCausalLM) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 31, (2, TOKENS))
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def patched():
+    easy_context.apply_seq_parallel_monkey_patch("data_parallel", "llama")
+    easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    yield
+    easy_context.remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    easy_context.remove_seq_parallel_monkey_patch()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_values_and_gradients_are_those_of_the_plain_mlp(patched, checkpointing, frozen):
+    results = []
+    for tiled in (False, True):
+        model = _model()
+        if frozen:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("down_proj" in name)
+        if tiled:
+            apply_tiled_mlp(model, TILE)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        results.append(_loss_and_grads(model))
+    (plain_loss, plain), (tiled_loss, tiled) = results
+    assert tiled_loss == pytest.approx(plain_loss, rel=1e-6)
+    assert tiled.keys() == plain.keys() and len(plain) > 0
+    for name, grad in plain.items():
+        assert (tiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+def test_checkpointing_runs_the_mlp_forward_twice_not_three_times(patched):
+    model = apply_tiled_mlp(_model(layers=1), TILE)
+    model.gradient_checkpointing_enable()
+    rows = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    _loss_and_grads(model)
+    assert sum(rows) == 2 * TOKENS
+    assert max(rows) == TILE
+
+
+def test_a_tile_size_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="tile_size"):
+        apply_tiled_mlp(_model(), 0)
