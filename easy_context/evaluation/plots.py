@@ -27,15 +27,13 @@ _STYLE = {
 
 
 def tokens_label(tokens: float, _=None) -> str:
-    """A length as people write it: 512, 4K, 1.5K, 128K, 1M; K is 1024 where that is round, else 1000."""
-    for base in (1024, 1000):
-        for size, suffix in ((base**2, "M"), (base, "K")):
-            if tokens >= size and (tokens / size * 4).is_integer():
-                return f"{tokens / size:g}{suffix}"
-    for size, suffix in ((1_000_000, "M"), (10_000, "K")):
-        if tokens >= size:
-            return f"{tokens / min(size, 1000) if suffix == 'K' else tokens / size:.3g}{suffix}"
-    return f"{tokens:g}"
+    """A length as people write it: 512, 4K (4096), 50K (50,000), 1M (either); K is 1024 unless 1000 is rounder."""
+    kilo = 1024 if tokens % 1000 and tokens % 512 == 0 else 1000
+    if tokens >= kilo**2 and tokens % (kilo**2 // 4) == 0:
+        return f"{tokens / kilo**2:g}M"
+    if tokens % (kilo // 2) == 0 and tokens >= kilo:
+        return f"{tokens / kilo:g}K"
+    return f"{tokens / 1000:.0f}K" if tokens >= 10_000 else f"{tokens:g}"
 
 
 def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
@@ -90,14 +88,11 @@ def draw_perplexity(
 
 
 def _length_axis(axes, lengths: list[int]) -> None:
-    """Ticks at the lengths themselves, thinned out; logarithmic if they span more than a factor of eight."""
-    if lengths[-1] > 8 * lengths[0]:
+    """Ticks at the lengths themselves: logarithmic if they grow by factors, else even and thinned out."""
+    steps = {b - a for a, b in zip(lengths, lengths[1:], strict=False)}
+    if len(steps) > 2:  # an even grid has one step, and perhaps a last one that is shorter
         axes.set_xscale("log", base=2)
-        doubles = [n for n in lengths if (n / lengths[0]).is_integer() and (n // lengths[0]).bit_count() == 1]
-        ticks = doubles if lengths[-1] < 1.5 * doubles[-1] else [*doubles, lengths[-1]]
-    else:
-        ticks = lengths[:: math.ceil(len(lengths) / 10)]
-    axes.set_xticks(ticks)
+    axes.set_xticks(lengths[:: math.ceil(len(lengths) / 12)])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
 
@@ -141,7 +136,7 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
     values = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in cells}
     table = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
     with plt.rc_context({**_STYLE, "axes.grid": False}):
-        size = (max(4.5, 2.0 + 0.55 * len(lengths)), max(2.2, 1.6 + 0.4 * len(depths)))
+        size = (max(4.5, 2.0 + 0.55 * len(lengths)), 1.5 + 0.42 * len(depths))
         figure, axes = plt.subplots(figsize=size)
         # Cividis keeps its order for readers who do not tell red from green.
         image = axes.pcolormesh(table, cmap="cividis", vmin=0, vmax=1, edgecolors="white", linewidth=1)

@@ -1,0 +1,279 @@
+"""Perplexity: the one-pass curve is the separate passes, every token counts once, processes do not change a number."""
+
+import csv
+import gzip
+import json
+import lzma
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, DatasetDict
+from tiny_models import VOCABULARY, save_tiny_llama, tiny_llama
+from tokenizer_styles import tokenizer_of_style
+
+import eval_ppl
+from easy_context.evaluation import documents, perplexity
+from easy_context.evaluation.arguments import context_lengths
+from easy_context.evaluation.loading import load_config, load_scorer
+from easy_context.evaluation.perplexity import Sum, TokenSums
+
+LENGTHS = (2, 3, 17, 64, 100, 128)
+RELATIVE = 1e-5  # fp32 losses of the same tokens by another order of sums
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def scorer(model_folder):
+    args = eval_ppl.parse_arguments(["-m", model_folder, "--text", "x", "--output-file", f"{model_folder}/x.csv"])
+    with load_scorer(model_folder, load_config(model_folder), args, torch.device("cpu")) as loaded:
+        yield loaded
+
+
+def random_ids(length, seed=0):
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def document(ids, labels=None):
+    return documents.Document("d", ids, ids if labels is None else labels)
+
+
+def plain_losses(ids):
+    """Loss of every token but the first, from whole logits of a plain Hugging Face forward."""
+    logits = tiny_llama()(ids[None]).logits[0].double()
+    return F.cross_entropy(logits[:-1], ids[1:], reduction="none")
+
+
+def run(arguments, output):
+    eval_ppl.main([*arguments, "--output-file", str(output)])
+    with open(output, newline="") as file:
+        return list(csv.DictReader(file)), json.loads(output.with_suffix(".json").read_text())
+
+
+def test_one_pass_gives_the_curve_of_separate_passes(scorer):
+    ids = random_ids(128)
+    targets = documents.targets_of(document(ids))
+    sums = TokenSums.of(scorer.token_losses(ids[None], targets[None])[0], targets)
+    curve = perplexity.curve(sums, LENGTHS)
+    assert set(curve) == set(LENGTHS)
+    for length in LENGTHS:
+        expected = plain_losses(ids[:length]).mean().item()
+        assert curve[length].tokens == length - 1
+        assert curve[length].mean == pytest.approx(expected, rel=RELATIVE), length
+
+
+def test_a_length_beyond_the_document_has_no_value():
+    sums = TokenSums.of(torch.ones(10), torch.ones(10, dtype=torch.int64))
+    assert set(perplexity.curve(sums, [5, 10, 11])) == {5, 10}
+
+
+def test_ranges_of_positions_add_up_to_the_whole():
+    for length in (1, 7, 8, 9, 33):
+        losses = torch.rand(length, generator=torch.Generator().manual_seed(length))
+        targets = torch.cat((torch.ones(length - 1, dtype=torch.int64), torch.tensor([-100])))
+        sums = TokenSums.of(losses, targets)
+        ranges = perplexity.by_position(sums, perplexity.position_edges(8, 64))
+        assert sum(part.tokens for part in ranges.values()) == length - 1
+        assert sum(part.loss for part in ranges.values()) == pytest.approx(losses[:-1].double().sum().item())
+        # Token n is scored by loss n - 1: the second range holds losses 7 .. 14.
+        if length > 8:
+            assert ranges[8, 16].loss == pytest.approx(losses[7 : min(15, length - 1)].double().sum().item())
+    assert perplexity.position_edges(4, 20) == [0, 4, 8, 16, 20]
+    assert perplexity.position_edges(4096, 512) == [0, 512]
+
+
+def test_ignored_labels_are_counted_nowhere(scorer):
+    ids = random_ids(64)
+    labels = ids.clone()
+    labels[10:50] = -100
+    targets = documents.targets_of(document(ids, labels))
+    sums = TokenSums.of(scorer.token_losses(ids[None], targets[None])[0], targets)
+    whole = perplexity.curve(sums, [64])[64]
+    kept = torch.cat((plain_losses(ids)[:9], plain_losses(ids)[49:]))
+    assert whole.tokens == len(kept) == 23
+    assert whole.mean == pytest.approx(kept.mean().item(), rel=RELATIVE)
+    assert math.isnan(perplexity.by_position(sums, [0, 10, 50, 64])[10, 50].mean)
+
+
+def test_padding_of_a_tokenized_row_is_cut_off():
+    rows = [
+        {"input_ids": [9, 9, 1, 2, 3, 9], "attention_mask": [0, 0, 1, 1, 1, 0], "labels": [-100, -100, 1, -100, 3, 9]}
+    ]
+    (only,) = documents.tokenized_documents(rows)
+    assert only.input_ids.tolist() == [1, 2, 3]
+    assert documents.targets_of(only).tolist() == [-100, 3, -100]
+    with pytest.raises(ValueError, match="row 0 has padding between its tokens"):
+        list(documents.tokenized_documents([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}]))
+    with pytest.raises(ValueError, match="none of input_ids or tokens"):
+        list(documents.tokenized_documents([{"text": "a"}]))
+
+
+def test_the_mean_is_over_tokens_not_over_documents():
+    pooled = perplexity.pool([{8: Sum(10.0, 10)}, {8: Sum(90.0, 30)}, {}])
+    assert pooled[8].mean == pytest.approx(2.5)
+    assert pooled[8].perplexity == pytest.approx(math.exp(2.5))
+    assert Sum(1e6, 1).perplexity == math.inf
+
+
+@pytest.mark.parametrize("window, stride, length", [(16, 4, 50), (16, 16, 50), (16, 16, 48), (16, 5, 10), (64, 7, 64)])
+def test_sliding_window_scores_every_token_once_with_the_context_it_should(scorer, window, stride, length):
+    ids = random_ids(length)
+    targets = documents.targets_of(document(ids))
+    total = perplexity.sliding_window(scorer.token_losses, ids, targets, window, stride)
+    logits = tiny_llama()
+    expected, scored = 0.0, 0
+    for index in range(length - 1):  # the first window that holds this position
+        start = max(0, math.ceil((index + 1 - window) / stride)) * stride
+        context = ids[start : index + 1]
+        expected += F.cross_entropy(logits(context[None]).logits[0, -1:].double(), ids[index + 1 : index + 2]).item()
+        scored += 1
+    assert total.tokens == scored == length - 1
+    assert total.loss == pytest.approx(expected, rel=RELATIVE)
+
+
+def two_process_run(rank, world_size, arguments, output):
+    eval_ppl.main([*arguments, "--output-file", output])
+
+
+def test_processes_and_modes_give_the_numbers_of_one(pool, model_folder, tmp_path):
+    # Lengths that divide by nothing, so that rows are padded; unequal documents, so that a mean over means would show.
+    rows = [{"input_ids": random_ids(length, seed=length).tolist()} for length in (201, 67, 333)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    arguments = ["-m", model_folder, "--tokenized", str(tmp_path / "rows"), "--min-tokens", "32", "--max-tokens", "333"]
+    arguments += ["--bucket-tokens", "64"]
+    one, summary = run(arguments, tmp_path / "one.csv")
+    assert [(row["document"], row["length"]) for row in one][:5] == [("row-0", str(n)) for n in (32, 64, 128)] + [
+        ("row-1", "32"),
+        ("row-1", "64"),
+    ]
+    modes = {mode: 2 for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "data_parallel")}
+    for mode, world_size in modes.items():
+        output = tmp_path / f"{mode}.csv"
+        pool.run(two_process_run, world_size, [*arguments, "--parallel_mode", mode], str(output))
+        with open(output, newline="") as file:
+            several = list(csv.DictReader(file))
+        assert len(several) == len(one)
+        for a, b in zip(one, several, strict=True):
+            assert (a["document"], a["length"], a["tokens"]) == (b["document"], b["length"], b["tokens"])
+            assert float(a["loss"]) == pytest.approx(float(b["loss"]), rel=1e-6), mode
+        other = json.loads(output.with_suffix(".json").read_text())["models"][model_folder]
+        for axis in ("by_length", "by_position"):
+            for a, b in zip(summary["models"][model_folder][axis], other[axis], strict=True):
+                assert a["loss"] == pytest.approx(b["loss"], rel=1e-6), mode
+
+
+def test_text_files_two_models_csv_and_summary(model_folder, tmp_path):
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    (tmp_path / "a.txt").write_text("All happy families are alike. " * 20)
+    with lzma.open(tmp_path / "b.txt.xz", "wt") as file:
+        file.write("Call me Ishmael. " * 20)
+    with gzip.open(tmp_path / "short.txt.gz", "wt") as file:
+        file.write("Too short.")
+    texts = [str(tmp_path / name) for name in ("a.txt", "b.txt.xz", "short.txt.gz")]
+    rows, summary = run(
+        [
+            "-m",
+            model_folder,
+            "-m",
+            other,
+            "--text",
+            *texts,
+            "--min-tokens",
+            "64",
+            "--max_tokens",
+            "256",
+            "--samples",
+            "5",
+        ],
+        tmp_path / "out.csv",
+    )
+    assert list(rows[0]) == list(eval_ppl.COLUMNS)
+    assert {(row["model"], row["document"]) for row in rows} == {
+        (model, text) for model in (model_folder, other) for text in ("a.txt", "b.txt")
+    }
+    assert [int(row["length"]) for row in rows[:3]] == [64, 128, 256]
+    ids = torch.tensor(tokenizer_of_style("bytes")("All happy families are alike. " * 20)["input_ids"])[:256]
+    assert float(rows[2]["loss"]) == pytest.approx(plain_losses(ids).mean().item(), rel=RELATIVE)
+    assert float(rows[2]["perplexity"]) == pytest.approx(math.exp(float(rows[2]["loss"])))
+    by_length = summary["models"][model_folder]["by_length"]
+    assert [entry["documents"] for entry in by_length] == [2, 2, 2]
+    assert by_length[0]["tokens"] == 2 * 63
+
+
+def test_sliding_window_reads_the_whole_document_unless_truncated(model_folder, tmp_path):
+    (tmp_path / "a.txt").write_text("All happy families are alike. " * 10)
+    arguments = ["-m", model_folder, "--text", str(tmp_path / "a.txt"), "--min-tokens", "32", "--max-tokens", "64"]
+    arguments += ["--sliding-window", "16"]
+    whole, _ = run(arguments, tmp_path / "whole.csv")
+    cut, _ = run([*arguments, "--truncate", "--aggressive-memory"], tmp_path / "cut.csv")
+    assert [int(row["tokens"]) for row in whole] == [299, 299]
+    assert [int(row["tokens"]) for row in cut] == [64, 64]  # the token after the cut is still predicted
+
+
+def test_splits_of_a_saved_dataset(tmp_path):
+    part = Dataset.from_list([{"input_ids": [1, 2]}])
+    DatasetDict(train=part, validation=Dataset.from_list([{"input_ids": [3, 4]}])).save_to_disk(tmp_path / "d")
+    assert documents.load_rows(str(tmp_path / "d"), None)[0]["input_ids"] == [3, 4]
+    assert documents.load_rows(str(tmp_path / "d"), "train")[0]["input_ids"] == [1, 2]
+    with pytest.raises(ValueError, match="--split test: .* has train, validation"):
+        documents.load_rows(str(tmp_path / "d"), "test")
+    part.to_parquet(tmp_path / "rows.parquet")
+    assert documents.load_rows(str(tmp_path / "rows.parquet"), None)[0]["input_ids"] == [1, 2]
+
+
+def test_grids_of_lengths():
+    flags = ("--min", "--max", "--step")
+    assert context_lengths(256, 2048, 0, flags) == [256, 512, 1024, 2048]
+    assert context_lengths(100, 500, 0, flags) == [100, 200, 400, 500]
+    assert context_lengths(100, 350, 100, flags) == [100, 200, 300, 350]
+    assert context_lengths(64, 64, 0, flags) == [64]
+    with pytest.raises(ValueError, match="--min 10 and --max 5"):
+        context_lengths(10, 5, 0, flags)
+    with pytest.raises(ValueError, match="--step -1: give a number of tokens, or 0"):
+        context_lengths(2, 5, -1, flags)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "absent.txt"], "--text absent.txt: no such file"),
+        (["--tokenized", "absent/folder/x"], "--tokenized absent/folder/x: not a dataset"),
+        (
+            ["--text", "TEXT", "--dataset-min-tokens", "99999"],
+            "no document has at least 99999 tokens .the longest has 300",
+        ),
+        (["--text", "TEXT", "--sliding-window", "300"], "--sliding-window 300: the stride must be 1 to --min-tokens"),
+        (["--text", "TEXT", "--samples", "0"], "--samples 0: give at least 1"),
+        (["--text", "TEXT", "--bucket-tokens", "0"], "--bucket-tokens 0: give at least 1"),
+        (["--text", "TEXT", "--min-tokens", "9000"], "--min-tokens 9000 and --max-tokens 8192"),
+        (["--text", "TEXT", "-m", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
+        (["--text", "TEXT", "--output-file", "/proc/none/x.csv"], "--output-file /proc/none/x.csv: cannot be written"),
+    ],
+)
+def test_bad_input_ends_with_a_message_that_names_it(model_folder, tmp_path, arguments, message):
+    (tmp_path / "a.txt").write_text("All happy families are alike. " * 10)
+    arguments = [str(tmp_path / "a.txt") if word == "TEXT" else word for word in arguments]
+    model = [] if "-m" in arguments else ["-m", model_folder]
+    output = [] if "--output-file" in arguments else ["--output-file", str(tmp_path / "o.csv")]
+    with pytest.raises(SystemExit, match=message):
+        eval_ppl.main([*model, *arguments, *output])
+
+
+def test_tokens_of_another_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="token id 300 but the model's vocabulary has 258"):
+        documents.choose([document(torch.tensor([1, 300]))], 2, None, VOCABULARY)
+
+
+def test_an_output_layer_that_does_more_is_refused():
+    from easy_context.evaluation.loading import check_output_layer
+
+    model = tiny_llama()
+    check_output_layer(model, "m")
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping, which is not supported"):
+        check_output_layer(model, "m")
