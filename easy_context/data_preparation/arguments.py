@@ -6,8 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from easy_context.data_preparation.retrieval import RetrievalSettings, read_templates
 from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.sources import Source, parse_source
+
+MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_input_flags(parser.add_argument_group("input"))
     _add_row_flags(parser.add_argument_group("rows"))
+    _add_retrieval_flags(parser.add_argument_group("retrieval rows (docs/data.md)"))
     _add_run_flags(parser.add_argument_group("output and run"))
     return parser
 
@@ -75,6 +79,26 @@ def _add_row_flags(group) -> None:
     group.add_argument("--seed", type=int, default=0, help="of every random choice")
 
 
+def _add_retrieval_flags(group) -> None:
+    group.add_argument(
+        "--retrieval-fraction",
+        type=float,
+        default=0.0,
+        help="share of the train rows into whose text facts and questions about them are written",
+    )
+    group.add_argument(
+        "--retrieval-facts", type=float, default=1.0, help="facts for 1000 tokens of a retrieval row, at least one"
+    )
+    group.add_argument(
+        "--retrieval-text-labels", type=float, default=0.25, help="share of the text of a retrieval row that is learned"
+    )
+    group.add_argument("--retrieval-digits", default="4-9", help="fewest and most digits of a fact's number")
+    group.add_argument(
+        "--retrieval-templates",
+        help="JSON list of {statement, question, answer} with {name} and {value}, for own facts",
+    )
+
+
 def _add_run_flags(group) -> None:
     group.add_argument("--output-dir", type=Path, required=True, help="gets train/, validation/ and the report")
     group.add_argument("--work-dir", type=Path, help="keep the tokenised documents here, to reuse them in other runs")
@@ -110,6 +134,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
         upsample_long=values.upsample_long,
         long_from=values.long_from,
         train_tokens=values.train_tokens,
+        retrieval=_retrieval_settings(values),
         strict=values.strict,
         seed=values.seed,
     )
@@ -136,6 +161,28 @@ def _check_numbers(values: argparse.Namespace) -> None:
             ) from error
     if values.output_dir.exists() and not values.output_dir.is_dir():
         raise ValueError(f"--output-dir {values.output_dir}: is a file, a folder is needed")
+
+
+def _retrieval_settings(values: argparse.Namespace) -> RetrievalSettings:
+    for flag in ("retrieval_fraction", "retrieval_text_labels"):
+        value = getattr(values, flag)
+        if not 0 <= value <= 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {value}: must be from 0 to 1")
+    if values.retrieval_facts <= 0:
+        raise ValueError(f"--retrieval-facts {values.retrieval_facts}: must be above 0")
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", values.retrieval_digits)
+    digits = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= digits[0] <= digits[1] <= MOST_DIGITS:
+        raise ValueError(
+            f"--retrieval-digits {values.retrieval_digits!r}: give a number or a range up to {MOST_DIGITS}, such as 4-9"
+        )
+    return RetrievalSettings(
+        values.retrieval_fraction,
+        values.retrieval_facts,
+        values.retrieval_text_labels,
+        digits,
+        read_templates(values.retrieval_templates),
+    )
 
 
 def _check_names(sources: list[Source]) -> None:

@@ -9,9 +9,15 @@ from typing import Any
 from tqdm import tqdm
 
 from easy_context.data_preparation.documents import DocumentTokenizer, tokenise
-from easy_context.data_preparation.planning import plan_train, plan_validation, plan_validation_documents
+from easy_context.data_preparation.planning import (
+    RETRIEVAL,
+    plan_train,
+    plan_validation,
+    plan_validation_documents,
+)
 from easy_context.data_preparation.report import build_report, draw_lengths
-from easy_context.data_preparation.rows import write_rows
+from easy_context.data_preparation.retrieval import RetrievalWriter
+from easy_context.data_preparation.rows import Row, write_rows
 from easy_context.data_preparation.settings import Settings, run_digest, source_digest, tokenizer_digest
 from easy_context.data_preparation.sources import Source, read_source
 from easy_context.data_preparation.token_store import TokenStore, fill_token_store
@@ -105,7 +111,7 @@ def prepare(
         _tokenise_source(source, settings, document_tokenizer, tokens_dir / f"{source.name}-{digest}", workers)
         for source, digest in zip(sources, digests, strict=True)
     ]
-    report = _write_splits(settings, stores, output_dir)
+    report = _write_splits(settings, stores, tokenizer, output_dir)
     report["run"] = run
     report_file.write_text(json.dumps(report, indent=2) + "\n")
     if work_dir is None:
@@ -113,25 +119,38 @@ def prepare(
     return report
 
 
-def _write_splits(settings: Settings, stores: list[TokenStore], output_dir: Path) -> dict[str, Any]:
+def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, output_dir: Path) -> dict[str, Any]:
     train_stores, extra = stores[: len(settings.sources)], stores[len(settings.sources) :]
     held_out = plan_validation_documents(train_stores, settings)
     plans = {
         "train": plan_train(train_stores, held_out, settings),
         "validation": plan_validation(train_stores, held_out, extra, settings),
     }
-    with_labels = any(store.has_prompts for store in stores)
+    with_labels = any(store.has_prompts for store in stores) or settings.retrieval.fraction > 0
+    writer = RetrievalWriter(tokenizer, settings.retrieval)
+
+    def add_facts(index: int, row: Row) -> Row:
+        return writer(settings.random_generator(RETRIEVAL, index), row) if writer.takes(index) else row
+
+    transforms = {"train": add_facts, "validation": lambda index, row: row}
     counts = {}
     for split, plan in plans.items():
         progress = partial(tqdm, desc=f"write {split}", unit=" rows", total=len(plan.rows))
         if plan.rows:
-            counts[split] = write_rows(output_dir / split, plan.rows, stores, with_labels, progress=progress)
+            counts[split] = write_rows(output_dir / split, plan.rows, stores, with_labels, transforms[split], progress)
         else:
             shutil.rmtree(output_dir / split, ignore_errors=True)
             counts[split] = {"rows": 0, "tokens": 0, "learned_tokens": 0}
-    with (output_dir / "bad_records.jsonl").open("w") as file:
-        for store in stores:
-            file.writelines(json.dumps(record) + "\n" for record in store.bad_records())
+    _write_bad_records(stores, output_dir / "bad_records.jsonl")
     report = build_report(settings, stores, plans, counts)
+    report["retrieval"] = {"rows": writer.rows, "facts": writer.facts}
     draw_lengths(settings, stores, plans["train"], output_dir / "lengths.png")
     return report
+
+
+def _write_bad_records(stores: list[TokenStore], path: Path) -> None:
+    path.unlink(missing_ok=True)
+    if any(store.problems for store in stores):
+        with path.open("w") as file:
+            for store in stores:
+                file.writelines(json.dumps(record) + "\n" for record in store.bad_records())

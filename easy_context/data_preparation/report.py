@@ -101,4 +101,6 @@ def describe(report: dict[str, Any], output_dir: Path) -> str:
             f"{count['documents_whole']:,} documents whole, {count['documents_cut']:,} cut, "
             f"{count['tokens_left_out']:,} tokens left out"
         )
+    if report["retrieval"]["rows"]:
+        lines.append("retrieval: {facts:,} facts in {rows:,} train rows".format(**report["retrieval"]))
     return "\n".join([*lines, f"rows, report.json and lengths.png are in {output_dir}"])

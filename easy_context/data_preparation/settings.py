@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from easy_context.data_preparation.retrieval import RetrievalSettings
 from easy_context.data_preparation.sources import Source, list_files
 
 
@@ -26,6 +27,7 @@ class Settings:
     upsample_long: float = 1.0
     long_from: int = 4096
     train_tokens: int | None = None
+    retrieval: RetrievalSettings = RetrievalSettings()
     strict: bool = False
     seed: int = 0
 
