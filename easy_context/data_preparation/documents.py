@@ -60,10 +60,12 @@ class DocumentTokenizer:
         except ValueError as error:
             return TokenisedDocument(record.location, problem=str(error))
         tokens = [self._encode(text) for text, _ in parts]
-        ids = np.concatenate([self.start_ids, *tokens, [self.separator_id]]).astype(np.uint32)
+        # A chat template may spell the BOS token out.
+        start = [] if tokens[0][:1] == self.start_ids else self.start_ids
+        ids = np.concatenate([start, *tokens, [self.separator_id]]).astype(np.uint32)
         if all(learned for _, learned in parts):
             return TokenisedDocument(record.location, ids)
-        learn = [np.full(len(self.start_ids), False)]
+        learn = [np.full(len(start), False)]
         learn += [np.full(len(part), learned) for part, (_, learned) in zip(tokens, parts, strict=True)]
         learn.append(np.array([parts[-1][1]]))
         return TokenisedDocument(record.location, ids, np.concatenate(learn))

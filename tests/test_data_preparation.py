@@ -1,0 +1,331 @@
+"""Parts of the data tool: reading, tokenising, storing, sampling, packing."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+from tokenizer_styles import tokenizer_of_style
+
+from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument, tokenise
+from easy_context.data_preparation.packing import Segment, pack
+from easy_context.data_preparation.sampling import choose_validation, upsample_long_documents
+from easy_context.data_preparation.sources import Record, Source, parse_source, read_source
+from easy_context.data_preparation.token_store import TokenStore, fill_token_store
+
+
+def read(path, document_start=None):
+    return list(read_source(Source("s", str(path)), document_start))
+
+
+# --- sources
+
+
+def test_reads_every_file_type_alike(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("first", "zweiter ü")).encode()
+    for name, opener in (
+        ("a.jsonl", open),
+        ("b.jsonl.gz", gzip.open),
+        ("c.json.xz", lzma.open),
+        ("d.ndjson.bz2", bz2.open),
+    ):
+        with opener(tmp_path / name, "wb") as file:
+            file.write(lines)
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["first", "zweiter ü"]}), tmp_path / "e.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        assert [record.data["text"] for record in read(path)] == ["first", "zweiter ü"], path
+    assert len(read(tmp_path)) == 10
+
+
+def test_reads_saved_datasets(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    dataset = Dataset.from_dict({"text": ["one", "two"]})
+    dataset.save_to_disk(tmp_path / "rows")
+    assert [record.data["text"] for record in read(tmp_path / "rows")] == ["one", "two"]
+    DatasetDict(train=dataset).save_to_disk(tmp_path / "splits")
+    assert len(read(tmp_path / "splits" / "train")) == 2
+
+
+def test_text_file_is_one_document_unless_a_start_is_given(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes("\ufeffPreface.\r\nCHAPTER 1\r\nA.\r\nCHAPTER 2\r\nB.".encode())
+    assert [record.data["text"] for record in read(path)] == ["Preface.\nCHAPTER 1\nA.\nCHAPTER 2\nB."]
+    parts = read(path, "^CHAPTER")
+    assert [record.data["text"] for record in parts] == ["Preface.\n", "CHAPTER 1\nA.\n", "CHAPTER 2\nB."]
+    assert [record.location for record in parts] == [f"{path}:{line}" for line in (1, 2, 4)]
+
+
+def test_bad_lines_are_named(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"text": \n\n[1]\n\xff\xfe\n')
+    records = read(path)
+    assert [record.location for record in records] == [f"{path}:{line}" for line in (1, 2, 4, 5)]
+    assert records[0].problem is None
+    assert "not JSON" in records[1].problem
+    assert "list" in records[2].problem
+    assert "not JSON" in records[3].problem
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("nothing_there.txt", FileNotFoundError, "does not exist"),
+        ("table.xlsx", ValueError, "unsupported file type"),
+        ("empty", ValueError, "no usable file"),
+    ],
+)
+def test_unusable_sources_are_refused(tmp_path, text, error, message):
+    (tmp_path / "table.xlsx").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error, match=message):
+        parse_source(str(tmp_path / text))
+
+
+def test_source_names(tmp_path):
+    path = tmp_path / "my books.txt.gz"
+    path.touch()
+    assert parse_source(str(path)).name == "my-books"
+    assert parse_source(f"novels={path}") == Source("novels", str(path))
+    assert parse_source("hub:a/b:c:train") == Source("a-b-c-train", "hub:a/b:c:train")
+    strange = tmp_path / "a=b.txt"
+    strange.touch()
+    assert parse_source(str(strange)).location == str(strange)
+
+
+# --- documents
+
+
+@pytest.fixture(scope="module", params=["llama2", "mistral", "llama3", "smollm2", "bytes"])
+def tokenizer(request):
+    return tokenizer_of_style(request.param)
+
+
+SEPARATOR = 5
+
+
+def test_document_has_bos_as_the_tokenizer_wants_and_a_separator(tokenizer):
+    text = "Emma Woodhouse, handsome and clever.\n\nShe was 21."
+    document = DocumentTokenizer(tokenizer, SEPARATOR)(Record("here", {"text": text}))
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bos = [tokenizer.bos_token_id] if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id is not None else []
+    assert document.ids.tolist() == [*bos, *plain, SEPARATOR]
+    assert document.learn is None
+
+
+def test_only_the_response_is_learned(tokenizer):
+    make = DocumentTokenizer(tokenizer, SEPARATOR)
+    document = make(Record("here", {"prompt": "How old is Emma? ", "response": "She is 21."}))
+    learned = document.ids[document.learn].tolist()
+    assert learned == [*tokenizer("She is 21.", add_special_tokens=False)["input_ids"], SEPARATOR]
+    assert len(document.learn) == len(document.ids)
+
+
+def test_only_assistant_turns_are_learned():
+    tokenizer = tokenizer_of_style("smollm2")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who is Emma?"},
+        {"role": "assistant", "content": "A heroine."},
+        {"role": "user", "content": "Whose?"},
+        {"role": "assistant", "content": "Austen's."},
+        {"role": "user", "content": "This is never answered."},
+    ]
+    document = DocumentTokenizer(tokenizer, 0)(Record("here", {"messages": messages}))
+    assert tokenizer.decode(document.ids[document.learn][:-1]) == "A heroine.<|im_end|>\nAusten's.<|im_end|>\n"
+    whole = tokenizer.apply_chat_template(messages[:5], tokenize=False)
+    assert tokenizer.decode(document.ids[:-1]) == whole
+
+
+def test_a_chat_template_with_bos_gives_one_bos():
+    tokenizer = tokenizer_of_style("llama3")
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Emma."}]
+    document = DocumentTokenizer(tokenizer, SEPARATOR)(Record("here", {"messages": messages}))
+    assert (document.ids == tokenizer.bos_token_id).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"body": "x"}, r"no field 'text' \(fields: body\)"),
+        ({"text": 3}, "is int, not text"),
+        ({"text": "  "}, "is empty"),
+        ({"prompt": "x"}, "no field 'response'"),
+        ({"messages": []}, "list of"),
+        ({"messages": [{"content": "x"}]}, "no role"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "not text"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
+    ],
+)
+def test_bad_records_say_what_is_wrong(data, problem):
+    document = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)(Record("file:7", data))
+    assert document.ids is None
+    assert document.location == "file:7"
+    assert re.search(problem, document.problem)
+
+
+def test_workers_change_nothing():
+    make = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)
+    records = [Record(f"f:{i}", {"text": f"number {i} " * (i % 50 + 1)}) for i in range(700)]
+    alone = list(tokenise(iter(records), make, workers=1))
+    together = list(tokenise(iter(records), make, workers=2))
+    assert [document.location for document in together] == [record.location for record in records]
+    assert all((a.ids == b.ids).all() for a, b in zip(alone, together, strict=True))
+
+
+def test_reads_no_further_than_it_must():
+    """With two workers at most four batches of 256 records wait: memory stays bounded."""
+    taken = 0
+
+    def records():
+        nonlocal taken
+        for i in range(100_000):
+            taken += 1
+            yield Record(f"f:{i}", {"text": "x"})
+
+    documents = tokenise(records(), DocumentTokenizer(tokenizer_of_style("bytes"), 0), workers=2)
+    next(documents)
+    documents.close()
+    assert taken <= 5 * 256
+
+
+# --- token store
+
+
+def documents_of(records, lengths):
+    for record in records:
+        length = lengths[int(record.location)]
+        learn = np.arange(length) % 2 == 0 if length % 3 == 0 else None
+        yield (
+            TokenisedDocument(record.location, np.arange(length, dtype=np.uint32), learn)
+            if length
+            else TokenisedDocument(record.location, problem="empty")
+        )
+
+
+def test_store_returns_what_was_put_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_TOKENS", 50)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 40, 60)
+    records = [Record(str(i), {}) for i in range(len(lengths))]
+    store = fill_token_store(tmp_path / "s", records, partial(documents_of, lengths=lengths))
+    assert store.lengths.tolist() == lengths[lengths > 0].tolist()
+    assert store.problems == (lengths == 0).sum() == len(list(store.bad_records()))
+    assert store.has_prompts
+    for document, length in enumerate(store.lengths):
+        ids, learn = store.read(document, 1, int(length))
+        assert ids.tolist() == list(range(1, length))
+        assert learn.tolist() == [length % 3 != 0 or i % 2 == 0 for i in range(1, length)]
+
+
+def test_store_goes_on_after_an_interruption(tmp_path, monkeypatch):
+    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_TOKENS", 50)
+    lengths = np.full(40, 20)
+    records = [Record(str(i), {}) for i in range(40)]
+    tokenised = []
+
+    def fail_at_25(documents):
+        for number, document in enumerate(documents_of(documents, lengths)):
+            if number == 25:
+                raise KeyboardInterrupt
+            yield document
+
+    with pytest.raises(KeyboardInterrupt):
+        fill_token_store(tmp_path / "s", records, fail_at_25)
+    fill_token_store(
+        tmp_path / "s",
+        records,
+        partial(documents_of, lengths=lengths),
+        on_document=lambda d: tokenised.append(d.location),
+    )
+    assert tokenised == [str(i) for i in range(24, 40)]  # eight whole shards of three documents were kept
+    whole = fill_token_store(tmp_path / "t", records, partial(documents_of, lengths=lengths))
+    again = TokenStore(tmp_path / "s")
+    assert again.lengths.tolist() == whole.lengths.tolist()
+    assert all((again.read(i, 0, 20)[0] == whole.read(i, 0, 20)[0]).all() for i in range(40))
+
+
+def test_strict_names_the_line(tmp_path):
+    records = [Record("0", {}), Record("1", {})]
+    with pytest.raises(ValueError, match="--strict: bad record at 1: empty"):
+        fill_token_store(tmp_path / "s", records, partial(documents_of, lengths=[5, 0]), strict=True)
+
+
+# --- sampling
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_upsampling_keeps_the_tokens_of_the_source(seed):
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(7, 1.2, 3000)).astype(int) + 1
+    uses = upsample_long_documents(lengths, 4096, 5.0, rng)
+    long = lengths >= 4096
+    before = lengths[long].sum() / lengths[~long].sum()
+    after = (uses * lengths)[long].sum() / (uses * lengths)[~long].sum()
+    assert after / before == pytest.approx(5.0, rel=0.05)
+    assert (uses * lengths).sum() == pytest.approx(lengths.sum(), rel=0.02)
+
+
+def test_upsampling_by_one_or_without_long_documents_changes_nothing():
+    lengths = np.array([10, 20, 5000])
+    rng = np.random.default_rng(0)
+    assert upsample_long_documents(lengths, 4096, 1.0, rng).tolist() == [1, 1, 1]
+    assert upsample_long_documents(lengths, 9999, 5.0, rng).tolist() == [1, 1, 1]
+
+
+def test_validation_takes_whole_documents():
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(10, 1000, 500)
+    chosen = choose_validation(lengths, 0.1, np.random.default_rng(2))
+    assert lengths[chosen].sum() / lengths.sum() == pytest.approx(0.1, abs=0.01)
+    assert not choose_validation(lengths, 0.0, rng).any()
+    assert not choose_validation(lengths[:1], 0.5, rng).any()
+    assert choose_validation(np.array([900, 800]), 0.1, rng).tolist() == [False, True]
+
+
+# --- packing
+
+
+def check_plan(plan, lengths, seq_length):
+    """Every row full, every token of every document once."""
+    assert all(sum(map(len, row)) == seq_length for row in plan.rows)
+    assert sum(map(len, plan.rest)) < seq_length
+    seen = [np.zeros(length, int) for length in lengths]
+    for row in [*plan.rows, plan.rest]:
+        for segment in row:
+            seen[segment.document][segment.start : segment.end] += 1
+    assert all((part == 1).all() for part in seen)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packing_uses_every_token_once(seed):
+    rng = np.random.default_rng(seed)
+    seq_length = int(rng.integers(1, 200))
+    lengths = rng.integers(1, int(rng.integers(2, 500)), int(rng.integers(1, 80))).tolist()
+    plan = pack([Segment(0, i, 0, length) for i, length in enumerate(lengths)], seq_length, rng)
+    check_plan(plan, lengths, seq_length)
+
+
+def test_long_documents_stay_whole():
+    """Documents of 60 to 90 % of a row with short ones to fill up: only short ones are cut."""
+    rng = np.random.default_rng(0)
+    lengths = [*rng.integers(600, 900, 50).tolist(), *rng.integers(5, 60, 800).tolist()]
+    plan = pack([Segment(0, i, 0, length) for i, length in enumerate(lengths)], 1000, rng)
+    check_plan(plan, lengths, 1000)
+    whole = {s.document for row in plan.rows for s in row if s.start == 0 and s.end == lengths[s.document]}
+    assert set(range(50)) <= whole
+    assert len(lengths) - len(whole) < 60
+
+
+def test_packing_is_reproducible():
+    documents = [Segment(0, i, 0, 5 + i % 17) for i in range(100)]
+    first, second = (pack(documents, 64, np.random.default_rng(3)) for _ in range(2))
+    assert first.rows == second.rows
+    assert pack(documents, 64, np.random.default_rng(4)).rows != first.rows
