@@ -309,8 +309,11 @@ def test_packing_uses_every_token_once(seed):
     rng = np.random.default_rng(seed)
     seq_length = int(rng.integers(1, 200))
     lengths = rng.integers(1, int(rng.integers(2, 500)), int(rng.integers(1, 80))).tolist()
-    plan = pack([Segment(0, i, 0, length) for i, length in enumerate(lengths)], seq_length, rng)
-    check_plan(plan, lengths, seq_length)
+    documents = [Segment(0, i, 0, length) for i, length in enumerate(lengths)]
+    for shift in (False, True):
+        plan = pack(documents, seq_length, rng, shift_windows=shift)
+        check_plan(plan, lengths, seq_length)
+        assert len(plan.rows) == sum(lengths) // seq_length
 
 
 def test_long_documents_stay_whole():

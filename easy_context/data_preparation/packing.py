@@ -27,7 +27,7 @@ class Plan:
     rest: list[Segment]
 
 
-def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator) -> Plan:
+def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator, shift_windows: bool = False) -> Plan:
     """Pack documents into full rows.
 
     Documents longer than a row give as many full rows as they hold; what is left over counts as a document. Then,
@@ -39,11 +39,13 @@ def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator) ->
         documents: segments that cover whole documents, the separator included.
         seq_length: tokens of a row.
         rng: decides among documents of one length, the order in a row and the order of rows.
+        shift_windows: start the full rows of a long document somewhere in its first part instead of at its start, so
+            that a further pass over the documents does not repeat its rows.
 
     Returns:
         Every token of `documents` once, in `rows` or (fewer than `seq_length`) in `rest`.
     """
-    rows, pieces = _full_windows(documents, seq_length)
+    rows, pieces = _full_windows(documents, seq_length, rng if shift_windows else None)
     order = rng.permutation(len(pieces))
     pieces = sorted((pieces[index] for index in order), key=len, reverse=True)
     open_rows, filler = _place_whole(pieces, seq_length)
@@ -53,10 +55,16 @@ def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator) ->
     return Plan([rows[index] for index in rng.permutation(len(rows))], rest)
 
 
-def _full_windows(documents: list[Segment], seq_length: int) -> tuple[list[list[Segment]], list[Segment]]:
+def _full_windows(
+    documents: list[Segment], seq_length: int, shift_rng: np.random.Generator | None
+) -> tuple[list[list[Segment]], list[Segment]]:
     rows, pieces = [], []
     for document in documents:
         start = document.start
+        if shift_rng is not None and len(document) > seq_length:
+            start += int(shift_rng.integers(len(document) % seq_length + 1))  # costs no full row
+            if start > document.start:
+                pieces.append(Segment(document.source, document.document, document.start, start))
         while document.end - start >= seq_length:
             rows.append([Segment(document.source, document.document, start, start + seq_length)])
             start += seq_length

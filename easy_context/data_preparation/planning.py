@@ -62,7 +62,8 @@ def plan_train(stores: list[TokenStore], held_out: list[np.ndarray], settings: S
             uses[train] = upsample_long_documents(store.lengths[train], settings.long_from, settings.upsample_long, rng)
             plan.uses[number] += uses
             documents += _whole_documents(number, store.lengths, uses)
-        packed = pack(documents, settings.seq_length, settings.random_generator(PACKING, plan.passes))
+        rng = settings.random_generator(PACKING, plan.passes)
+        packed = pack(documents, settings.seq_length, rng, shift_windows=plan.passes > 0)
         plan.passes += 1
         plan.rows += packed.rows
         plan.rest_tokens += sum(map(len, packed.rest))
