@@ -13,6 +13,15 @@ def liger_available() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
+def liger_refusal(config: Any) -> str | None:
+    """What Liger's layers would silently drop from a model of this config, or None."""
+    if getattr(config, "mlp_bias", False):
+        return "Liger's SwiGLU has no bias, but this model has mlp_bias=True"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"Liger's SwiGLU uses silu, but this model has hidden_act={config.hidden_act!r}"
+    return None
+
+
 def apply_liger(config: Any) -> None:
     """Make models of this family that are built afterwards use Liger's layers. The loss is `apply_fused_loss`'s affair.
 
@@ -20,17 +29,12 @@ def apply_liger(config: Any) -> None:
         config: of the model to build.
 
     Raises:
-        ValueError: liger-kernel or CUDA is missing, or the model has what Liger's layers would drop.
+        ValueError: liger-kernel or CUDA is missing, the family is not supported, or `liger_refusal` gives a reason.
     """
     if not liger_available():
-        raise ValueError(
-            "--liger needs a CUDA device and the package liger-kernel: pip install liger-kernel, or --no-liger"
-        )
-    if getattr(config, "mlp_bias", False) or config.hidden_act not in ("silu", "swish"):
-        raise ValueError(
-            f"--liger: Liger's SwiGLU has no bias and uses silu, but this model has mlp_bias="
-            f"{getattr(config, 'mlp_bias', False)} and hidden_act={config.hidden_act!r}; use --no-liger"
-        )
+        raise ValueError("Liger's layers need a CUDA device and the package liger-kernel (pip install liger-kernel)")
+    if refusal := liger_refusal(config):
+        raise ValueError(refusal)
     modeling_module(config.model_type)
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

@@ -1,0 +1,69 @@
+"""Saving a plain Hugging Face checkpoint, from whatever way the model was sharded."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
+
+
+def is_finished(output_dir: Path) -> bool:
+    """Whether a run has saved its model in `output_dir`."""
+    return (output_dir / MODEL_CONFIG).exists()
+
+
+def prepare_output_dir(args: Namespace) -> None:
+    """Make the output folder and write `args.json`. An earlier run's metrics are kept under a numbered name."""
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    metrics = output_dir / "metrics.jsonl"
+    if metrics.exists():
+        number = 1
+        while (kept := output_dir / f"metrics-{number}.jsonl").exists():
+            number += 1
+        metrics.rename(kept)
+        print(f"{metrics} of an earlier run is now {kept}")
+    (output_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+
+
+def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
+    """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
+
+    Every rank calls it. The files are complete before any takes its final name, and `config.json` comes last, so that a
+    run that is killed leaves what was there before or a whole model.
+
+    Args:
+        accelerator: the Accelerator.
+        model: the prepared model.
+        tokenizer: saved beside the model; None for none.
+        output_dir: the folder.
+    """
+    target, partial = Path(output_dir), Path(output_dir) / "saving"
+    state_dict = accelerator.get_state_dict(model)  # a collective; None off rank 0 under ZeRO-3
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        for old in [*target.glob("model*.safetensors"), *target.glob("model*.index.json")]:
+            if not (partial / old.name).exists():
+                old.unlink()  # shards of another count would be found beside the new ones
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == MODEL_CONFIG):
+            os.replace(path, target / path.name)
+        partial.rmdir()
+    accelerator.wait_for_everyone()
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """The model's tokenizer, or None (said once) if there is none: training needs only token ids."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        print(f"no tokenizer is saved with the model: {name_or_path} has none that loads ({first_line})")
+        return None

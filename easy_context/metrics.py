@@ -1,0 +1,186 @@
+"""What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A40": 150e12,
+    "A6000": 155e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def flops_per_token(config: Any, parameters: int, seq_length: int) -> float:
+    """Model FLOPs to train on one token, forward and backward, without recomputation.
+
+    Six for each weight that multiplies, and causal attention: on average a query meets half the row's keys (the
+    convention of arXiv 2204.02311, appendix B, with the causal half).
+
+    Args:
+        config: of the model.
+        parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
+        seq_length: tokens of a row.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
+    return 6 * (parameters - embedding) + attention
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Weights of the model, whole also under ZeRO-3, where each process holds a part."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s; None for one that is not in PEAK_FLOPS."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has used since the start: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+class StepMeter:
+    """Times optimizer steps and makes each step's record."""
+
+    def __init__(self, device: torch.device, devices: int, token_flops: float) -> None:
+        """Start the clock.
+
+        Args:
+            device: of this process.
+            devices: processes in the run.
+            token_flops: see `flops_per_token`.
+        """
+        self._device, self._devices, self._token_flops = device, devices, token_flops
+        self._peak = peak_flops(device)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock anew: what came before (an evaluation) is no training time."""
+        self._start = time.perf_counter()
+
+    def record(self, step: int, loss: float, learning_rate: float, grad_norm: float, tokens: int, valid_tokens: int):
+        """The record of the step that ends now, with the keys of a `metrics.jsonl` line.
+
+        Args:
+            step: counted from 1.
+            loss: mean over the valid tokens of all ranks and the whole accumulation window, in nats.
+            learning_rate: of this step.
+            grad_norm: before clipping.
+            tokens: of this step, over all ranks, padding included.
+            valid_tokens: those that have a target.
+        """
+        now = time.perf_counter()
+        speed = tokens / (now - self._start)
+        self._start = now
+        mfu = None if self._peak is None else speed / self._devices * self._token_flops / self._peak
+        return {
+            "step": step,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "tokens": tokens,
+            "tokens_per_second": speed,
+            "tokens_per_second_per_device": speed / self._devices,
+            "mfu": mfu,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "valid_tokens": valid_tokens,
+            "time": time.time(),
+        }
+
+
+class MetricsLog:
+    """Writes records on rank 0: a line of `metrics.jsonl`, the trackers, the progress bar."""
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        """Open the file, the trackers and the bar.
+
+        Args:
+            accelerator: the Accelerator, made with `log_with`.
+            args: train.py's arguments.
+        """
+        from tqdm import tqdm
+
+        self._accelerator, self._log_every = accelerator, args.log_every
+        if args.report_to in ("wandb", "all"):
+            _wandb_offline_without_key(accelerator.is_main_process)
+        if args.report_to != "none":
+            settings = {
+                key: str(value) if isinstance(value, (list, tuple)) else value for key, value in vars(args).items()
+            }
+            accelerator.init_trackers(args.wandb or "easy-context", config=settings)
+        main = accelerator.is_main_process
+        self._file = open(Path(args.output_dir) / "metrics.jsonl", "a") if main else None  # noqa: SIM115
+        self._bar = tqdm(total=args.max_train_steps, unit="step", disable=not main)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._bar.update()
+        if record["step"] % self._log_every == 0 or "eval_loss" in record:
+            self._bar.set_postfix_str(describe(record))
+            values = {key: value for key, value in record.items() if key not in ("step", "time") and value is not None}
+            self._accelerator.log(values, step=record["step"])
+
+    def close(self) -> None:
+        """Finish the bar, the file and the trackers; collectives end here, too (`Accelerator.end_training`)."""
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+        self._accelerator.end_training()
+
+
+def describe(record: dict[str, Any]) -> str:
+    """One record as a short line for people."""
+    parts = [
+        f"loss {record['loss']:.4f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{record['tokens_per_second']:,.0f} tok/s",
+        f"{record['tokens_per_second_per_device']:,.0f} tok/s/device",
+        f"{record['peak_memory_bytes'] / 2**30:.1f} GiB",
+    ]
+    if record["mfu"] is not None:
+        parts.insert(5, f"MFU {record['mfu']:.1%}")
+    if "eval_loss" in record:
+        parts.append(f"eval {record['eval_loss']:.4f}")
+    return ", ".join(parts)
+
+
+def _wandb_offline_without_key(announce: bool) -> None:
+    """Without a key wandb would ask for one and wait; write offline instead, and say so."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+        return
+    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    if netrc.exists() and "api.wandb.ai" in netrc.read_text():
+        return
+    os.environ["WANDB_MODE"] = "offline"
+    if announce:
+        print("wandb has no API key: the run is logged offline; `wandb sync` uploads it later")
