@@ -130,7 +130,9 @@ def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, 
     writer = RetrievalWriter(tokenizer, settings.retrieval)
 
     def add_facts(index: int, row: Row) -> Row:
-        return writer(settings.random_generator(RETRIEVAL, index), row) if writer.takes(index) else row
+        if not writer.takes(index):
+            return row
+        return writer(settings.random_generator(RETRIEVAL, settings.seq_length, index), row)
 
     transforms = {"train": add_facts, "validation": lambda index, row: row}
     counts = {}

@@ -56,13 +56,13 @@ def plan_train(stores: list[TokenStore], held_out: list[np.ndarray], settings: S
     while not plan.passes or (rows_wanted is not None and len(plan.rows) < rows_wanted):
         documents = []
         for number, store in enumerate(stores):
-            rng = settings.random_generator(UPSAMPLING, number, plan.passes)
+            rng = settings.random_generator(UPSAMPLING, settings.seq_length, number, plan.passes)
             train = ~held_out[number]
             uses = np.zeros(len(store.lengths), np.int64)
             uses[train] = upsample_long_documents(store.lengths[train], settings.long_from, settings.upsample_long, rng)
             plan.uses[number] += uses
             documents += _whole_documents(number, store.lengths, uses)
-        rng = settings.random_generator(PACKING, plan.passes)
+        rng = settings.random_generator(PACKING, settings.seq_length, plan.passes)
         packed = pack(documents, settings.seq_length, rng, shift_windows=plan.passes > 0)
         plan.passes += 1
         plan.rows += packed.rows

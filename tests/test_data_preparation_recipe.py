@@ -1,0 +1,115 @@
+"""The SmolLM2 recipe and the tools that it calls."""
+
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save_tiny_llama
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "train_scripts" / "SmolLM2-135M-128K.sh"
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def dry_run(tmp_path, **variables):
+    for name in ("treasury_of_david.txt", "world_english_bible.txt.xz"):
+        (tmp_path / name).touch()
+    environment = os.environ | {"DRY_RUN": "1", "TEXTS": str(tmp_path), "OUTPUT": str(tmp_path / "out"), "GPUS": "2"}
+    result = subprocess.run(
+        ["bash", RECIPE], env=environment | variables, capture_output=True, text=True, check=True, timeout=60
+    )
+    return [shlex.split(line) for line in result.stdout.splitlines() if not line.startswith("#")]
+
+
+def flags_of(command):
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    return command[script], command[script + 1 :]
+
+
+def parsers():
+    from easy_context.arguments import parse_arguments as train
+    from easy_context.data_preparation.arguments import parse_arguments as prepare
+
+    return {
+        "train.py": train,
+        "prepare_data.py": prepare,
+        "tools/scale_rope.py": importlib.import_module("scale_rope").parse_arguments,
+        "eval_ppl.py": importlib.import_module("eval_ppl").parse_arguments,
+        "eval_needle.py": importlib.import_module("eval_needle").parse_arguments,
+    }
+
+
+@pytest.mark.parametrize("variables", [{}, {"ROPE": "2e7", "GPUS": "1"}, {"GPUS": "8", "ROPE": "yarn"}])
+def test_every_command_of_the_recipe_parses(tmp_path, variables):
+    commands = [flags_of(command) for command in dry_run(tmp_path, **variables)]
+    scripts = [script for script, _ in commands]
+    assert scripts.count("train.py") == 2
+    assert scripts.count("prepare_data.py") == 2
+    assert ("tools/scale_rope.py" in scripts) == ("2e7" not in variables.values())
+    parse = parsers()
+    for script, flags in commands:
+        if script != "plot.py":  # its inputs exist only after the run
+            parse[script](flags)
+    train = [parse["train.py"](flags) for script, flags in commands if script == "train.py"]
+    assert [options.seq_length for options in train] == [65536, 131072]
+    assert train[1].model == train[0].output_dir
+    assert {options.parallel_mode for options in train} == {
+        "data_parallel" if variables.get("GPUS") == "1" else "zigzag_ring_attn"
+    }
+
+
+def test_finished_steps_are_skipped(tmp_path):
+    (tmp_path / "out").mkdir()
+    for step in ("rows-65536", "rows-131072", "start", "train-65536"):
+        (tmp_path / "out" / f"finished-{step}").touch()
+    commands = [flags_of(command) for command in dry_run(tmp_path)]
+    assert commands[0][0] == "train.py"
+    assert "131072" in commands[0][1]
+
+
+def test_missing_texts_are_named(tmp_path):
+    environment = os.environ | {"DRY_RUN": "1", "TEXTS": str(tmp_path / "none")}
+    result = subprocess.run(["bash", RECIPE], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "holds no treasury_of_david.txt" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
+def test_scaled_rope_is_saved_and_leaves_fast_frequencies(tmp_path, kind):
+    from tokenizer_styles import tokenizer_of_style
+    from transformers import AutoModelForCausalLM
+
+    scale_rope = importlib.import_module("scale_rope")
+    model = save_tiny_llama(tmp_path / "model")
+    tokenizer_of_style("bytes").save_pretrained(model)
+    scale_rope.main([model, str(tmp_path / "out"), "--type", kind, "--factor", "16"])
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, tmp_path / "out"))
+    ratio = before.model.rotary_emb.inv_freq / after.model.rotary_emb.inv_freq
+    if kind != "linear":
+        assert ratio[0] == pytest.approx(1.0)
+    assert ratio.max() <= 16.001
+    assert after.config.max_position_embeddings == 16 * before.config.max_position_embeddings
+    for name, weight in before.state_dict().items():
+        assert torch.equal(weight, after.state_dict()[name])
+    with pytest.raises(ValueError, match="already"):
+        scale_rope.main([str(tmp_path / "out"), str(tmp_path / "again"), "--factor", "2"])
+
+
+def test_tools_check_their_arguments(tmp_path):
+    scale_rope, convert = importlib.import_module("scale_rope"), importlib.import_module("convert_gguf")
+    with pytest.raises(ValueError, match="--factor 1.0: must be above 1"):
+        scale_rope.parse_arguments(["model", "out", "--factor", "1"])
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        convert.find_gguf(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"no \.gguf file"):
+        convert.find_gguf(tmp_path)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    assert convert.find_gguf(tmp_path / "a.gguf") == tmp_path / "a.gguf"
+    with pytest.raises(ValueError, match="holds 2 GGUF files"):
+        convert.find_gguf(tmp_path)

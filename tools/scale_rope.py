@@ -1,0 +1,77 @@
+"""Copy a checkpoint with rescaled rotary position embeddings (RoPE), as the starting point of a longer context.
+
+    python tools/scale_rope.py HuggingFaceTB/SmolLM2-135M-Instruct models/start --type llama3 --factor 16
+
+`train.py --rope-theta` raises the base, which turns every frequency a little and costs a small model some of its short
+context until it has trained for a while. The types here leave the fast frequencies, which carry the near context, as
+they are and slow only those whose period is longer than what the model was trained on: `llama3` as Llama 3.1 does, and
+`yarn`, which also sharpens attention (https://arxiv.org/abs/2309.00071). train.py keeps what it finds in the config.
+"""
+
+import argparse
+from pathlib import Path
+
+TYPES = ("llama3", "yarn", "linear")
+
+
+def rope_parameters(kind: str, factor: float, theta: float, window: int) -> dict[str, float | int | str]:
+    """Return the `rope_parameters` of a Hugging Face config.
+
+    Args:
+        kind: one of `TYPES`.
+        factor: the new window over the old one.
+        theta: RoPE base, not changed.
+        window: tokens that the model was trained on.
+    """
+    parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind in ("llama3", "yarn"):
+        parameters["original_max_position_embeddings"] = window
+    if kind == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return parameters
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line.
+
+    Raises:
+        ValueError: a factor that does not lengthen the window.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or hub name of a model with plain RoPE")
+    parser.add_argument("output", type=Path, help="folder for the copy")
+    parser.add_argument("--type", choices=TYPES, default="llama3", help="kind of scaling (llama3)")
+    parser.add_argument("--factor", type=float, required=True, help="new window over old window, such as 16")
+    options = parser.parse_args(arguments)
+    if options.factor <= 1:
+        raise ValueError(f"--factor {options.factor}: must be above 1, the new window over the old one")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Load, set the scaling, save model and tokenizer.
+
+    Raises:
+        ValueError: the model's RoPE is scaled already.
+    """
+    options = parse_arguments(arguments)
+
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(options.model)
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind != "default":
+        raise ValueError(f"{options.model}: its RoPE is of type {kind!r} already, plain RoPE is needed")
+    window = config.max_position_embeddings
+    theta = config.rope_parameters["rope_theta"]
+    config.rope_parameters = rope_parameters(options.type, options.factor, theta, window)
+    config.max_position_embeddings = int(window * options.factor)
+    AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype="auto").save_pretrained(options.output)
+    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)
+    print(
+        f"{options.output}: RoPE {config.rope_parameters}, window {window} -> {config.max_position_embeddings} tokens"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+#!/usr/bin/env bash
+# Stretch SmolLM2-135M-Instruct from a window of 8K tokens to 128K, and evaluate it, on one to eight GPUs.
+#
+#   TEXTS=texts bash train_scripts/SmolLM2-135M-128K.sh
+#   DRY_RUN=1 TEXTS=texts bash train_scripts/SmolLM2-135M-128K.sh      # only print the commands
+#
+# Training text is the Treasury of David and the World English Bible, half of the rows with facts and questions written
+# into them (docs/data.md); Austen's novels in data/haystack only evaluate. Every step is one row, split over all GPUs,
+# so that the result does not depend on their number: 8.4 M tokens in rows of 64K, then 12.6 M in rows of 128K.
+# What finished is skipped when the script runs again. Variables:
+#   MODEL     model to start from: hub name or folder        (HuggingFaceTB/SmolLM2-135M-Instruct)
+#   TEXTS     folder with treasury_of_david.txt and world_english_bible.txt, plain or .gz or .xz   (texts)
+#   OUTPUT    where everything goes                          (output/SmolLM2-135M-128K)
+#   GPUS      number of GPUs                                 (all)
+#   ROPE      what lengthens the window: a scaling of tools/scale_rope.py (llama3, yarn), or a base such as 2e7
+#   STEPS_64K STEPS_128K LR_64K LR_128K                      length and learning rate of the two stages
+#   FACTS RETRIEVAL TEXT_LABELS                              the retrieval rows, see prepare_data.py --help
+#   SAMPLES   needle prompts for each length and depth       (4)
+#   PYTHON    interpreter                                    (.venv/bin/python if it is there)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
+TEXTS=${TEXTS:-texts}
+OUTPUT=${OUTPUT:-output/SmolLM2-135M-128K}
+GPUS=${GPUS:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
+ROPE=${ROPE:-llama3}
+STEPS_64K=${STEPS_64K:-128}
+STEPS_128K=${STEPS_128K:-96}
+LR_64K=${LR_64K:-2e-4}
+LR_128K=${LR_128K:-1e-4}
+FACTS=${FACTS:-2}
+RETRIEVAL=${RETRIEVAL:-0.5}
+TEXT_LABELS=${TEXT_LABELS:-0.1}
+SAMPLES=${SAMPLES:-4}
+DRY_RUN=${DRY_RUN:-0}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
+
+fail() {
+    echo "SmolLM2-135M-128K.sh: $*" >&2
+    exit 1
+}
+
+# Print a command, and run it unless DRY_RUN=1.
+run() {
+    printf '%q ' "$@"
+    echo
+    [ "$DRY_RUN" = 1 ] || "$@"
+}
+
+# finished NAME: whether step NAME ended well in an earlier run; otherwise announce it.
+finished() {
+    if [ -e "$OUTPUT/finished-$1" ]; then
+        echo "# $1: finished earlier"
+        return 0
+    fi
+    echo "# $1"
+    return 1
+}
+
+finish() {
+    [ "$DRY_RUN" = 1 ] || touch "$OUTPUT/finished-$1"
+}
+
+find_text() {
+    local ending
+    for ending in "" .gz .xz .bz2; do
+        if [ -e "$TEXTS/$1.txt$ending" ]; then
+            echo "$TEXTS/$1.txt$ending"
+            return
+        fi
+    done
+    fail "TEXTS=$TEXTS holds no $1.txt (nor .gz, .xz, .bz2). Both texts are in the public domain: C. H. Spurgeon, The \
+Treasury of David, and the World English Bible (worldenglish.bible)."
+}
+
+TREASURY=$(find_text treasury_of_david)
+BIBLE=$(find_text world_english_bible)
+if [ "$GPUS" -eq 0 ]; then
+    [ "$DRY_RUN" = 1 ] || fail "no GPU found (set GPUS if nvidia-smi is missing); training needs at least one"
+    GPUS=1
+fi
+if [ "$GPUS" -gt 1 ]; then
+    MODE=zigzag_ring_attn
+    TRAIN_LAUNCH=("$PYTHON" -m accelerate.commands.launch --multi_gpu)
+    EVAL_LAUNCH=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS")
+else
+    MODE=data_parallel
+    TRAIN_LAUNCH=("$PYTHON" -m accelerate.commands.launch)
+    EVAL_LAUNCH=("$PYTHON")
+fi
+# 135 M parameters with their optimizer fit any GPU many times over, so nothing is sharded but the row.
+TRAIN_LAUNCH+=(--num_processes "$GPUS" --num_machines 1 --mixed_precision bf16 --dynamo_backend no)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+[ "$DRY_RUN" = 1 ] || mkdir -p "$OUTPUT"
+
+# --- Rows: text alone and text with facts, every pass over the two books packed anew.
+rows() { # LENGTH STEPS
+    finished "rows-$1" && return
+    run "$PYTHON" prepare_data.py --input "treasury=$TREASURY" "bible=$BIBLE" \
+        --document-start '^Psalm [0-9]+ OVERVIEW' --validation-fraction 0.02 \
+        --tokenizer "$MODEL" --separator '<|endoftext|>' --seq-length "$1" --train-tokens $(($1 * $2)) \
+        --retrieval-fraction "$RETRIEVAL" --retrieval-facts "$FACTS" --retrieval-text-labels "$TEXT_LABELS" \
+        --work-dir "$OUTPUT/tokens" --output-dir "$OUTPUT/rows-$1" --overwrite
+    finish "rows-$1"
+}
+
+# --- The starting point. A raised base is a flag of train.py; a scaling is written into the config first.
+start() {
+    case $ROPE in
+        [0-9]*)
+            START=$MODEL
+            ROPE_FLAGS=(--rope-theta "$ROPE")
+            ;;
+        *)
+            START=$OUTPUT/start
+            ROPE_FLAGS=()
+            finished start && return
+            run "$PYTHON" tools/scale_rope.py "$MODEL" "$START" --type "$ROPE" --factor 32
+            finish start
+            ;;
+    esac
+}
+
+train() { # FROM LENGTH STEPS LEARNING_RATE
+    finished "train-$2" && return
+    run "${TRAIN_LAUNCH[@]}" train.py --model "$1" --dataset "$OUTPUT/rows-$2/train" \
+        --eval-dataset "$OUTPUT/rows-$2/validation" --eval-every "$3" --output-dir "$OUTPUT/model-$2" --overwrite \
+        --seq-length "$2" "${ROPE_FLAGS[@]}" --parallel_mode "$MODE" --batch-size 1 --gradient-accumulate-every 1 \
+        --max-train-steps "$3" --learning-rate "$4" --warmup-steps 10 --lr-scheduler cosine \
+        --gradient-checkpointing full
+    finish "train-$2"
+}
+
+evaluate() { # FINAL
+    if ! finished perplexity; then
+        run "${EVAL_LAUNCH[@]}" eval_ppl.py --model "$MODEL" --model "$1" --text data/haystack/emma.txt \
+            --min-tokens 4096 --max-tokens 196608 --tokens-step 4096 --output-file "$OUTPUT/perplexity.csv"
+        run "$PYTHON" plot.py perplexity "$OUTPUT/perplexity.csv" --output "$OUTPUT/perplexity.png"
+        finish perplexity
+    fi
+    if ! finished needle; then
+        run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$1" --min_context_length 8192 --max_context_length 131072 \
+            --context_interval 8192 --depth_interval 0.1 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle"
+        run "$PYTHON" plot.py needle "$OUTPUT/needle/cells.jsonl" --output "$OUTPUT/needle.png"
+        finish needle
+    fi
+    if ! finished needle-original; then
+        run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$MODEL" --min_context_length 4096 --max_context_length 32768 \
+            --depth_interval 0.25 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle-original"
+        finish needle-original
+    fi
+}
+
+rows 65536 "$STEPS_64K"
+rows 131072 "$STEPS_128K"
+start
+train "$START" 65536 "$STEPS_64K" "$LR_64K"
+train "$OUTPUT/model-65536" 131072 "$STEPS_128K" "$LR_128K"
+evaluate "$OUTPUT/model-131072"
+if [ "$DRY_RUN" != 1 ]; then
+    echo "the model is $OUTPUT/model-131072; see perplexity.png, needle.png and the JSON files in $OUTPUT"
+fi
