@@ -7,6 +7,8 @@ token's span, but all agree about where the token stops.
 import re
 from dataclasses import dataclass
 
+import numpy as np
+
 # Encoding "." first puts what follows in the middle of a text: no dummy-prefix space as SentencePiece adds at a start.
 ANCHOR = "."
 
@@ -53,13 +55,10 @@ class TextEncoder:
             return self._encode_by_words(text, in_context)
         anchor = ANCHOR if in_context else ""
         encoded = self.tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, ends, latest = [], [], 0
-        for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            latest = max(latest, end)
-            if latest > len(anchor):
-                ids.append(token)
-                ends.append(latest - len(anchor))
-        return Encoded(ids, ends)
+        positions = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        ends = np.maximum.accumulate(positions[:, 1]) - len(anchor)
+        first = int(np.searchsorted(ends, 1))
+        return Encoded(encoded["input_ids"][first:], ends[first:].tolist())
 
     def _encode_by_words(self, text: str, in_context: bool) -> Encoded:
         """Tokenizers that report no positions: encode word by word, each token ending where its word ends."""

@@ -84,25 +84,26 @@ class PromptBuilder:
     """Builds rows for one tokenizer, haystack and prompt format."""
 
     def __init__(
-        self, encoder: TextEncoder, haystack: Haystack, style: str = "plain", template: str = "", shots: int = 0
+        self, encoder: TextEncoder, haystack: Haystack, prompt_format: str = "plain", template: str = "", shots: int = 0
     ):
         """Checks the format.
 
         Args:
-            style: "plain" text or "chat", the tokenizer's chat template.
-            template: the prompt with {haystack} and {question}; empty takes the default of the style.
+            prompt_format: "plain" text or "chat", the tokenizer's chat template.
+            template: the prompt with {haystack} and {question}; empty takes the default of the format.
             shots: worked examples before the question.
 
         Raises:
             ValueError: the template lacks a mark, or the tokenizer has no chat template.
         """
-        if style == "chat" and not encoder.tokenizer.chat_template:
+        if prompt_format == "chat" and not encoder.tokenizer.chat_template:
             raise ValueError("--format chat: this tokenizer has no chat template; use --format plain")
-        self.template = template or (CHAT_TEMPLATE if style == "chat" else PLAIN_TEMPLATE)
+        self.template = template or (CHAT_TEMPLATE if prompt_format == "chat" else PLAIN_TEMPLATE)
         for mark in (HAYSTACK_MARK, QUESTION_MARK):
             if self.template.count(mark) != 1:
                 raise ValueError(f"--prompt-template {self.template!r} must hold {mark} exactly once")
-        self.encoder, self.haystack, self.style, self.shots = encoder, haystack, style, shots
+        self.encoder, self.haystack, self.shots = encoder, haystack, shots
+        self.chat = prompt_format == "chat"
         self._opening = encoder.opening()
 
     def build(self, task: Task, length: int, depth: float, seed: str, passage_seed: str) -> Row:
@@ -177,7 +178,7 @@ class PromptBuilder:
         """What stands around the context: ids before, tail with the answer, and where in its text the answer starts."""
         shots = [self._shot(task, f"{seed} shot {i}") for i in range(self.shots)]
         content = self.template.replace(QUESTION_MARK, example.question)
-        if self.style == "chat":
+        if self.chat:
             turns = [turn for question, answer in shots for turn in _turns(question, answer)]
             turns.append({"role": "user", "content": content})
             text = self.encoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

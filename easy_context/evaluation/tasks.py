@@ -20,7 +20,7 @@ CHAINS = 2  # the second chain is there so that naming every variable is not the
 NAME_LENGTH = 5  # letters of a variable
 COMMON_WORDS = 10
 COMMON_REPEATS, RARE_REPEATS = 30, 3
-FEWEST_WORDS = 20  # that the haystack must offer beyond the common ones
+FEWEST_WORDS = 90  # beyond the common ones, so that none of these becomes common in a long list
 RULER_TASKS = (
     "niah_single",
     "niah_multikey",

@@ -1,0 +1,270 @@
+"""eval_needle.py: one pass decides what greedy decoding would write; cells survive a stop; processes change nothing."""
+
+import csv
+import json
+import os
+
+import pytest
+import torch
+from tiny_models import save_tiny_llama, tiny_llama
+from tokenizer_styles import TEXT_FILE
+
+import eval_needle
+from easy_context.evaluation import cells
+from easy_context.evaluation.journal import Cell, Journal, model_fingerprint
+from easy_context.evaluation.loading import load_config, load_scorer
+from easy_context.evaluation.prompts import Row
+from easy_context.mesh import Mesh
+
+TOY = ["--prompt-template", "{haystack}{question}", "--needle-template", " #{value}#", "--question-template", "\n#"]
+TOY += ["--answer-template", "{value}", "--digits", "5", "--min_context_length", "96", "--max_context_length", "200"]
+TOY += ["--depth_interval", "0.5", "--num_samples", "3"]
+LONGEST_TEXT = 40_000  # characters of haystack: enough for these lengths, and quick to tokenize
+CELLS = [(length, depth) for length in (96, 192, 200) for depth in (0.0, 0.5, 1.0)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_folder_with_small_haystack(tmp_path_factory):
+    """The default --haystack_dir, but short."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "data" / "haystack").mkdir(parents=True)
+    (folder / "data" / "haystack" / "novel.txt").write_text(TEXT_FILE.read_text(encoding="utf-8")[:LONGEST_TEXT])
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def parse(model_folder, tmp_path, *arguments):
+    return eval_needle.parse_arguments(["--model", model_folder, "--output_dir", str(tmp_path), *TOY, *arguments])
+
+
+def records_of(folder):
+    return [json.loads(line) for line in (folder / "cells.jsonl").read_text().splitlines()[1:]]
+
+
+def greedy(model, prompt, count):
+    """What plain greedy decoding writes, one whole forward pass a token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture
+def scorer(model_folder, tmp_path):
+    config = load_config(model_folder)
+    with load_scorer(model_folder, config, parse(model_folder, tmp_path), torch.device("cpu")) as loaded:
+        yield loaded
+
+
+def builder_of(model_folder, tmp_path):
+    args = parse(model_folder, tmp_path)
+    return eval_needle.prepare(args, load_config(model_folder))
+
+
+def row_with_answer(row, answer):
+    """The row, but with other tokens as its answer."""
+    ids = row.ids.copy()
+    ids[row.answer_start :] = answer
+    return Row(ids, row.answer_start, row.items, row.places)
+
+
+def test_an_answer_is_right_exactly_when_greedy_decoding_writes_it(scorer, model_folder, tmp_path):
+    (task,), builder, _ = builder_of(model_folder, tmp_path)
+    rows, expected = [], []
+    for i, length in enumerate((100, 120, 97)):  # unequal: the shorter ones are padded
+        row = builder.build(task, length, 0.5, str(i), str(i))
+        count = length - row.answer_start
+        written = greedy(tiny_llama(), row.ids[: row.answer_start], count)
+        wrong = [*written[:-1], (written[-1] + 1) % 256]
+        first_wrong = [(written[0] + 1) % 256, *written[1:]]
+        rows += [row_with_answer(row, answer) for answer in (written, wrong, first_wrong)]
+        expected += [True, False, False]
+    outcomes = cells._score_rows(scorer, builder, rows)
+    assert [outcome["exact"] for outcome in outcomes] == expected
+    assert [outcome["items"] for outcome in outcomes] == [[right] for right in expected]
+    assert outcomes[0]["predicted"] == outcomes[0]["answer"] == outcomes[1]["predicted"]
+    assert len({len(outcome["answer"]) for outcome in outcomes}) >= 1
+
+
+def test_only_the_answers_logits_are_computed(scorer, model_folder, tmp_path):
+    (task,), builder, _ = builder_of(model_folder, tmp_path)
+    rows = [builder.build(task, 200, 0.5, str(i), "p") for i in range(3)]
+    shapes = []
+    hook = scorer.model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    cells._score_rows(scorer, builder, rows)
+    hook.remove()
+    assert shapes == [(3 * 5, scorer.model.config.vocab_size)]
+
+
+class OracleScorer:
+    """Knows the answers, except of samples whose number starts with a digit below 5; counts its passes."""
+
+    mesh = Mesh()
+    is_first_rank = True
+    model = tiny_llama()
+
+    def __init__(self, stop_after=None):
+        self.passes, self.stop_after = 0, stop_after
+
+    def predictions(self, input_ids, targets):
+        if self.passes == self.stop_after:
+            raise KeyboardInterrupt
+        self.passes += 1
+        out = targets.clone()
+        for i, row in enumerate(targets):
+            first = (row != -100).nonzero()[0]
+            out[i, first] = row[first] if row[first] >= targets.new_tensor(self.five) else 0
+        return out
+
+    from_every_group = staticmethod(lambda value: [value])
+    from_first_rank = staticmethod(lambda value: value)
+
+
+def run_oracle(model_folder, folder, oracle, *arguments):
+    args = parse(model_folder, folder, *arguments)
+    tasks, builder, settings = eval_needle.prepare(args, load_config(model_folder))
+    OracleScorer.five = builder.encoder.encode("5").ids[0]
+    journal = eval_needle.open_journal(args, settings)
+
+    def score(cell):
+        return cells.score_cell(oracle, builder, tasks[0], cell, args.num_samples, args.seed, args.batch_tokens)
+
+    records = cells.run_cells(oracle, cells.grid(tasks, args.lengths, args.depths), score, journal)
+    eval_needle.write(args, records, settings)
+    return records
+
+
+def test_results_on_disk(model_folder, tmp_path):
+    records = run_oracle(model_folder, tmp_path, OracleScorer())
+    assert [(record["length"], record["depth"]) for record in records] == CELLS
+    for record in records:
+        right = [int(sample["answer"][0]) >= 5 for sample in record["samples"]]
+        assert [sample["exact"] for sample in record["samples"]] == right
+        assert record["accuracy"] == pytest.approx(sum(right) / 3)
+        assert {sample["tokens"] for sample in record["samples"]} == {record["length"]}
+        assert all(len(sample["answer"]) == 5 and len(sample["places"]) == 1 for sample in record["samples"])
+    assert 0 < sum(record["accuracy"] for record in records) < len(records)
+    summary = json.loads((tmp_path / "summary.json").read_text())["tasks"]["needle"]
+    for length in (96, 192, 200):
+        own = [record["accuracy"] for record in records if record["length"] == length]
+        assert summary["by_length"][str(length)]["accuracy"] == pytest.approx(sum(own) / len(own))
+        assert summary["by_length"][str(length)]["samples"] == 9
+    with open(tmp_path / "cells.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["accuracy"]) for row in rows] == [record["accuracy"] for record in records]
+    assert (tmp_path / "needle.png").stat().st_size > 5000
+
+
+def test_a_stopped_run_is_continued(model_folder, tmp_path):
+    whole = run_oracle(model_folder, tmp_path / "whole", OracleScorer())
+    folder = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        run_oracle(model_folder, folder, OracleScorer(stop_after=4))
+    assert len(records_of(folder)) == 4
+    with (folder / "cells.jsonl").open("a") as file:
+        file.write('{"task": "needle", "length": 19')  # killed in the middle of a line
+    oracle = OracleScorer()
+    assert run_oracle(model_folder, folder, oracle) == whole
+    assert oracle.passes == len(CELLS) - 4
+    again = OracleScorer()
+    run_oracle(model_folder, folder, again, "--depth_interval", "0.25", "--batch_tokens", "1")
+    assert again.passes == 3 * 2 * 3  # two new depths at three lengths, one row at a time
+    fresh = OracleScorer()
+    run_oracle(model_folder, folder, fresh, "--overwrite")
+    assert fresh.passes == len(CELLS)
+
+
+def test_other_settings_are_refused(model_folder, tmp_path):
+    run_oracle(model_folder, tmp_path, OracleScorer())
+    grid = ["--max_context_length", "2000", "--min_context_length", "1500"]  # which may change
+    for change in (["--seed", "1"], ["--num_samples", "2"], ["--answer-template", "{value}#"], ["--few_shot", "1"]):
+        key = change[0].strip("-").replace("-", "_")
+        with pytest.raises(ValueError, match=f"results of other settings .{key}: .*--output_dir, or --overwrite"):
+            parsed = parse(model_folder, tmp_path, *grid, *change)
+            _, _, settings = eval_needle.prepare(parsed, load_config(model_folder))
+            eval_needle.open_journal(parsed, settings)
+    (tmp_path / "cells.jsonl").write_text("something else\n")
+    with pytest.raises(ValueError, match="is not a file of this script"):
+        Journal(tmp_path / "cells.jsonl", {})
+
+
+def test_a_retrained_model_is_another_model(tmp_path):
+    first, same, other = (save_tiny_llama(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    prints = [model_fingerprint(folder, load_config(folder)) for folder in (first, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def main_on_rank(rank, world_size, arguments, folder):
+    os.environ["RANK"] = str(rank)  # as a launcher sets it
+    try:
+        eval_needle.main([*arguments, "--output_dir", folder])
+    finally:
+        del os.environ["RANK"]
+
+
+def test_processes_and_modes_find_what_one_finds(pool, model_folder, tmp_path, in_folder_with_small_haystack):
+    # Lengths that do not divide, so that rows are padded over the ranks as well.
+    arguments = ["--model", model_folder, *TOY, "--max_context_length", "201"]
+    arguments += ["--haystack_dir", str(in_folder_with_small_haystack / "data" / "haystack")]
+    arguments[arguments.index("96")] = "99"
+    eval_needle.main([*arguments, "--output_dir", str(tmp_path / "one")])
+    one = records_of(tmp_path / "one")
+    assert len(one) == 9
+    for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "data_parallel"):
+        pool.run(main_on_rank, 2, [*arguments, "--parallel_mode", mode], str(tmp_path / mode))
+        assert records_of(tmp_path / mode) == one, mode
+
+
+def test_every_task_runs_on_a_model(model_folder, tmp_path):
+    arguments = ["--model", model_folder, "--task", "ruler", "needle", "--min-context-length", "3000"]
+    arguments += ["--max-context-length", "3000", "--depth-interval", "1", "--format", "chat", "--few-shot", "1"]
+    arguments += ["--num_needles", "2", "--ask", "all", "--output_dir", str(tmp_path)]
+    eval_needle.main(arguments)
+    records = records_of(tmp_path)
+    tasks = {record["task"] for record in records}
+    assert tasks == {"needle", *eval_needle.RULER_TASKS}
+    for record in records:
+        assert (record["depth"] is None) == (record["task"] in ("variable_tracking", "common_words"))
+        assert 0.9 * 3000 < record["samples"][0]["tokens"] <= 3000
+    for task in tasks:
+        assert (tmp_path / f"{task}.png").is_file()
+
+
+def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):
+    journal = Journal(tmp_path / "cells.jsonl", {})
+    sample = {"exact": True, "items": [True]}
+    for length in (8, 16):
+        record = {"task": "t", "length": length, "depth": None, "accuracy": 1.0, "item_accuracy": 1.0}
+        journal.add({**record, "samples": [sample]})
+    wanted = cells.run_cells(OracleScorer(), [Cell("t", 8, None)], pytest.fail, journal)
+    assert list(cells.summarize(wanted)["t"]["by_length"]) == [8]
+    assert cells.summarize(wanted)["t"]["by_depth"] == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--haystack_dir", "absent"], "--haystack_dir absent: no such folder"),
+        (["--haystack_dir", "EMPTY"], "no .txt file with text in it"),
+        (["--depth_interval", "0"], "--depth_interval 0.0: give a share of the context"),
+        (["--num_samples", "0"], "--num_samples 0: give at least 1"),
+        (["--context_interval", "-5"], "--context_interval -5: give a number of tokens, or 0"),
+        (["--min_context_length", "12"], "a context of 12 tokens cannot hold task needle"),
+        (["--num_distractor", "2"], "--needle-template ' #{value}#' must hold {key}"),
+        (["--prompt-template", "{haystack}"], "must hold {question} exactly once"),
+        (["--model", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
+        (["--output_dir", "/proc/none"], "--output_dir /proc/none/cells.jsonl: cannot be written"),
+    ],
+)
+def test_bad_input_ends_with_a_message_that_names_it(model_folder, tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    arguments = [str(tmp_path / "empty") if word == "EMPTY" else word for word in arguments]
+    with pytest.raises(SystemExit, match=message):
+        eval_needle.main(["--model", model_folder, "--output_dir", str(tmp_path / "out"), *TOY, *arguments])

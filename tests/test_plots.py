@@ -1,0 +1,111 @@
+"""Pictures come out of every kind of result file, and other files are refused by name."""
+
+import json
+import math
+
+import matplotlib.image
+import pytest
+
+import plot
+from easy_context.evaluation import plots
+
+PERPLEXITY_CSV = """model,document,length,tokens,loss,perplexity
+runs/a,x.txt,256,255,2.0,7.389
+runs/a,y.txt,256,85,4.0,54.6
+runs/a,x.txt,512,511,2.5,12.18
+runs/a,z.txt,512,0,nan,nan
+"""
+
+
+@pytest.fixture
+def csv_file(tmp_path):
+    file = tmp_path / "p.csv"
+    file.write_text(PERPLEXITY_CSV)
+    return file
+
+
+def ink(file):
+    """Size in pixels, and the share of pixels that are not white: a picture with something on it."""
+    image = matplotlib.image.imread(file)
+    return image.shape[1], image.shape[0], float((image[..., :3].min(axis=2) < 0.9).mean())
+
+
+def test_lengths_are_labelled_as_people_write_them():
+    labels = {n: plots.tokens_label(n) for n in (512, 750, 1024, 1536, 4096, 10_000, 50_000, 131_072, 199_700, 800_000)}
+    assert list(labels.values()) == ["512", "750", "1K", "1.5K", "4K", "10K", "50K", "128K", "200K", "800K"]
+    assert [plots.tokens_label(n) for n in (1_000_000, 2**20, 1_500_000)] == ["1M", "1M", "1.5M"]
+
+
+def test_perplexity_is_pooled_over_tokens(csv_file):
+    curve = plots.read_perplexity(csv_file)["runs/a"]
+    loss, tokens = curve[256]
+    assert tokens == 340 and loss / tokens == pytest.approx((2 * 255 + 4 * 85) / 340)
+    assert curve[512] == (pytest.approx(2.5 * 511), 511)
+
+
+def test_perplexity_of_several_models_in_one_picture(csv_file, tmp_path):
+    other = tmp_path / "q.csv"
+    other.write_text(PERPLEXITY_CSV.replace("runs/a", "later/a").replace("2.5", "12.5"))
+    plot.main(["perplexity", str(csv_file), str(other), "--title", "two"])
+    width, height, share = ink(tmp_path / "p.png")
+    assert width > 800 and height > 500 and share > 0.01
+    assert plot.labelled(["runs/a", "later/a"], None) == ["runs/a", "later/a"]
+    assert plot.labelled(["runs/a", "later/b"], None) == ["a", "b"]
+    with pytest.raises(SystemExit, match="--labels: 1 for 2 curves"):
+        plot.main(["perplexity", str(csv_file), str(other), "--labels", "one"])
+
+
+def test_a_heatmap_of_twenty_by_eleven_cells_keeps_its_numbers_apart(tmp_path):
+    cells = [
+        {"task": "needle", "length": 50_000 * i, "depth": j / 10, "accuracy": (i + j) / 30}
+        for i in range(1, 21)
+        for j in range(11)
+    ]
+    file = tmp_path / "cells.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in ({"settings": {}}, *cells)) + "\n")
+    plot.main(["needle", str(file), "-o", str(tmp_path / "n.png")])
+    width, height, share = ink(tmp_path / "n.png")
+    assert width > 20 * 70 and height > 11 * 50 and share > 0.3  # room for "100" in 9 points at 150 dots an inch
+
+
+def test_cells_from_a_csv_without_depth(tmp_path):
+    file = tmp_path / "cells.csv"
+    file.write_text("task,length,depth,accuracy,item_accuracy\nvt,4096,,0.5,0.7\nvt,8192,,0.25,0.5\n")
+    assert plots.read_cells(file)[1] == {"task": "vt", "length": 8192, "depth": None, "accuracy": 0.25}
+    plot.main(["needle", str(file)])
+    assert ink(tmp_path / "cells.png")[2] > 0.1
+    file.write_text("task,length,depth,accuracy,item_accuracy\nvt,4096,,0.5,0.7\ncw,8192,,0.25,0.5\n")
+    with pytest.raises(SystemExit, match="the files hold cw, vt; draw one task at a time"):
+        plot.main(["needle", str(file)])
+
+
+def test_losses_of_two_stages(tmp_path):
+    files = []
+    for stage in (1, 2):
+        folder = tmp_path / f"stage{stage}"
+        folder.mkdir()
+        files.append(folder / "metrics.jsonl")
+        records = [{"step": step, "loss": 5 / stage - math.log(step), "tokens": 1} for step in range(1, 60)]
+        files[-1].write_text("\n".join(map(json.dumps, [*records, {"step": 60, "eval_loss": 1.0}])))
+    assert len(plots.read_metrics(files[0])) == 59
+    plot.main(["loss", *map(str, files), "-o", str(tmp_path / "deep" / "l.png")])
+    assert ink(tmp_path / "deep" / "l.png")[2] > 0.01
+    assert plots.running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "kind, content, message",
+    [
+        ("perplexity", "a,b\n1,2\n", "lacks the columns .*not a CSV of eval_ppl.py"),
+        ("perplexity", "model,length,tokens,loss\n", "has no rows"),
+        ("needle", '{"settings": {}}\n', "holds no cells of eval_needle.py"),
+        ("needle", "a,b\n1,2\n", "holds no cells of eval_needle.py"),
+        ("loss", '{"a": 1}\n', "not a metrics.jsonl of train.py"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, kind, content, message):
+    (tmp_path / "f").write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        plot.main([kind, str(tmp_path / "f")])
+    with pytest.raises(SystemExit, match="absent: no such file"):
+        plot.main([kind, str(tmp_path / "absent")])

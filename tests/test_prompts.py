@@ -1,0 +1,191 @@
+"""Prompts for every style of tokenizer: exact length, needle in the text at the end of a sentence, answer found."""
+
+import random
+import re
+
+import pytest
+from tokenizer_styles import STYLES, STYLES_WITH_BOS, TEXT_FILE, tokenizer_of_style
+
+from easy_context.evaluation.encoding import TextEncoder
+from easy_context.evaluation.haystack import Haystack, read_haystack
+from easy_context.evaluation.needle import NeedleTask
+from easy_context.evaluation.prompts import PromptBuilder
+
+every_style = pytest.mark.parametrize("style", STYLES)
+SENTENCE = re.compile(r"[.!?][\"'”’)\]]*$")
+
+
+@pytest.fixture(scope="module")
+def haystacks():
+    text = TEXT_FILE.read_text(encoding="utf-8")[:60_000]
+    made = {}
+
+    def haystack_of(style):
+        if style not in made:
+            made[style] = Haystack(text, TextEncoder(tokenizer_of_style(style)))
+        return made[style]
+
+    return haystack_of
+
+
+def builder_of(style, haystack, **options):
+    return PromptBuilder(TextEncoder(tokenizer_of_style(style)), haystack, **options)
+
+
+def decode(style, ids):
+    return tokenizer_of_style(style).decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+@every_style
+def test_pieces_encoded_in_context_are_the_tokens_of_the_whole_text(style):
+    encoder = TextEncoder(tokenizer_of_style(style))
+    pieces = ["He said “no.”\n\nThen he left.", " The secret number of the amber owl is 9041277.", " And she, too."]
+    whole = encoder.encode("".join(pieces), in_context=False)
+    parts = [encoder.encode(piece, in_context=i > 0) for i, piece in enumerate(pieces)]
+    assert whole.ids == [token for part in parts for token in part.ids]
+    assert whole.ends[-1] == sum(map(len, pieces)) and whole.ends == sorted(whole.ends)
+
+
+@every_style
+def test_the_opening_is_bos_where_the_tokenizer_has_one(style):
+    tokenizer = tokenizer_of_style(style)
+    assert TextEncoder(tokenizer).opening() == ([tokenizer.bos_token_id] if style in STYLES_WITH_BOS else [])
+
+
+@every_style
+@pytest.mark.parametrize("chat, shots", [(False, 0), (False, 2), (True, 0), (True, 1)])
+def test_a_row_has_the_length_asked_for_and_reads_as_it_should(style, chat, shots, haystacks):
+    tokenizer = tokenizer_of_style(style)
+    builder = builder_of(style, haystacks(style), prompt_format="chat" if chat else "plain", shots=shots)
+    task = NeedleTask(distractors=3)
+    rng = random.Random(style)
+    for _ in range(4):
+        length, depth, seed = rng.randrange(4000, 6000), rng.random(), str(rng.random())
+        row = builder.build(task, length, depth, seed, seed)
+        example = task.example(random.Random(seed), depth)
+        assert len(row.ids) == length
+        text = decode(style, row.ids)
+        for _, needle in example.inserts:
+            assert text.count(needle.strip()) == 1
+        answer = decode(style, row.ids[row.answer_start :])
+        assert answer.strip() == example.answers[0]
+        prompt = decode(style, row.ids[: row.answer_start])
+        assert prompt.rstrip().endswith(example.lead_in.rstrip()) and example.question in prompt
+        assert row.items == (range(row.items[0].start, length),)
+        assert decode(style, row.ids[row.items[0].start :]).strip() == example.answers[0]
+        if style in STYLES_WITH_BOS:
+            assert row.ids[0] == tokenizer.bos_token_id and list(row.ids).count(tokenizer.bos_token_id) == 1
+        assert text.count("<|im_start|>") == (2 + 2 * shots if chat else 0)
+
+
+@every_style
+def test_the_needle_lies_at_its_depth_after_a_whole_sentence(style, haystacks):
+    builder = builder_of(style, haystacks(style))
+    task = NeedleTask()
+    bare = builder.build(task, 3000, 0.0, "seed", "passage")
+    head = bare.places[0]
+    needle = len(
+        TextEncoder(tokenizer_of_style(style)).encode(task.example(random.Random("seed"), 0).inserts[0][1]).ids
+    )
+    tail = len(bare.ids) - decode_tail_start(style, bare)
+    room = 3000 - head - needle - tail
+    for depth in (0.1, 0.25, 0.5, 0.73, 0.9, 1.0):
+        row = builder.build(task, 3000, depth, "seed", "passage")
+        place = row.places[0]
+        assert abs((place - head) / room - depth) <= 0.05 + 1 / room
+        before = decode(style, row.ids[:place])
+        sentences = passage_of(builder, room).sentence_ends
+        if min(abs(sentences - depth * room)) <= 0.05 * room:
+            assert SENTENCE.search(before), depth
+        else:  # the novel has very long sentences
+            assert not before[-1].isspace()
+        assert decode(style, row.ids[place:]).lstrip().startswith("The secret number of the")
+
+
+def passage_of(builder, room):
+    """The stretch of haystack behind rows with passage seed "passage"."""
+    return builder.haystack.passage(builder.haystack.random_start(random.Random("passage")), room)
+
+
+def decode_tail_start(style, row):
+    """Token index at which the question begins: everything from there on is the same in every row of one example."""
+    for start in range(row.answer_start, 0, -1):
+        if decode(style, row.ids[start:]).lstrip().startswith("Question:"):
+            return start
+    raise AssertionError("no question in the row")
+
+
+def test_the_same_passage_is_used_at_every_depth(haystacks):
+    builder = builder_of("bytes", haystacks("bytes"))
+    task = NeedleTask()
+    texts = set()
+    for depth in (0.0, 0.4, 1.0):
+        row = builder.build(task, 2000, depth, f"numbers at {depth}", "passage")
+        needle = task.example(random.Random(f"numbers at {depth}"), depth).inserts[0][1]
+        texts.add(decode("bytes", row.ids).split("\n\nQuestion")[0].replace(needle, "")[:1500])
+    assert len(texts) == 1
+
+
+@every_style
+def test_a_short_haystack_is_repeated(style):
+    haystack = Haystack("One two three. Four five six.", TextEncoder(tokenizer_of_style(style)))
+    passage = haystack.passage(0, 10 * len(haystack.ids))
+    assert decode(style, passage.ids).count("Four five six.") == 10
+    assert len(passage.sentence_ends) == 20
+    for end in passage.sentence_ends:
+        assert decode(style, passage.ids[:end]).endswith(".")
+    row = builder_of(style, haystack).build(NeedleTask(), 1500, 0.5, "a", "b")
+    assert len(row.ids) == 1500
+
+
+def test_without_a_sentence_end_near_a_word_end_is_taken():
+    haystack = Haystack("word " * 400, TextEncoder(tokenizer_of_style("bytes")))
+    place = haystack.passage(0, 1000).place(0.5)
+    assert abs(place - 500) <= 3 and decode("bytes", haystack.ids[:place]).endswith("word")
+    assert haystack.passage(0, 1000).place(0.0) == 0
+
+
+def test_templates_for_a_byte_level_toy_model(haystacks):
+    builder = builder_of("bytes", haystacks("bytes"), template="{haystack}{question}")
+    task = NeedleTask(needle_template=" #{value}#", question_template="\n#", answer_template="{value}", digits=5)
+    row = builder.build(task, 128, 0.5, "a", "b")
+    text = decode("bytes", row.ids)
+    number = task.example(random.Random("a"), 0.5).answers[0]
+    assert len(row.ids) == len(text.encode()) == 128
+    assert text.endswith(f"\n#{number}") and text.count(f" #{number}#") == 1
+    assert len(row.ids) - row.answer_start == 5
+
+
+@every_style
+def test_text_after_the_value_must_be_written_too(style, haystacks):
+    builder = builder_of(style, haystacks(style))
+    task = NeedleTask(answer_template="It is {value}, I think.")
+    row = builder.build(task, 2000, 0.5, "a", "b")
+    number = task.example(random.Random("a"), 0.5).answers[0]
+    assert decode(style, row.ids[row.answer_start :]).strip() == f"{number}, I think."
+    if style != "unpositioned":  # without positions a token counts as its whole word
+        assert decode(style, row.ids[row.items[0].start : row.items[0].stop]).strip() == number
+
+
+def test_bad_formats_are_refused(haystacks):
+    with pytest.raises(ValueError, match="--prompt-template '{question}' must hold {haystack} exactly once"):
+        builder_of("qwen", haystacks("qwen"), template="{question}")
+    encoder = TextEncoder(tokenizer_of_style("qwen"))
+    encoder.tokenizer = type("NoTemplate", (), {"chat_template": None})()
+    with pytest.raises(ValueError, match="--format chat: this tokenizer has no chat template"):
+        PromptBuilder(encoder, haystacks("qwen"), prompt_format="chat")
+    with pytest.raises(ValueError, match="a context of 20 tokens cannot hold task needle.*raise --min_context_length"):
+        builder_of("qwen", haystacks("qwen")).build(NeedleTask(), 20, 0.5, "a", "b")
+
+
+def test_haystack_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--haystack_dir .*absent: no such folder"):
+        read_haystack(tmp_path / "absent")
+    (tmp_path / "SOURCES.md").write_text("not part of it")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="no .txt file with text in it"):
+        read_haystack(tmp_path)
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first\n")
+    assert read_haystack(tmp_path) == "first\n\nsecond"
+    assert read_haystack(tmp_path, most_characters=3) == "fir"
