@@ -1,0 +1,28 @@
+# Sourced by the recipes: runs train.py stage by stage, each from the model that the stage before saved.
+#
+#   DRY_RUN=1   print the commands instead of running them
+#   CONFIG      Accelerate configuration (default: eight GPUs of one machine)
+#   NUM_PROCESSES   overrides the number of processes in CONFIG
+#   OUTPUT      folder of the stages' folders (default: output)
+#   EXTRA       more flags for every stage, e.g. EXTRA="--keep-attention cpu"
+
+: "${CONFIG:=accelerate_configs/single_node.yaml}" "${OUTPUT:=output}" "${DRY_RUN:=0}" "${EXTRA:=}"
+
+# stage NAME FLAGS... : train $MODEL into $OUTPUT/NAME, then let MODEL be that; a finished stage is skipped.
+stage() {
+  local name=$1 target="$OUTPUT/$1"
+  shift
+  # shellcheck disable=SC2206  # EXTRA is a list of words
+  local command=(accelerate launch --config_file "$CONFIG" ${NUM_PROCESSES:+--num_processes "$NUM_PROCESSES"}
+    train.py --model "$MODEL" --output-dir "$target" "$@" $EXTRA)
+  if [ "$DRY_RUN" = 1 ]; then
+    printf '%q ' "${command[@]}"
+    echo
+  elif [ -e "$target/config.json" ]; then
+    echo "== $name is finished: $target"
+  else
+    echo "== $name"
+    "${command[@]}" || { echo "stage $name failed; run the script again to continue with it" >&2; exit 1; }
+  fi
+  MODEL=$target
+}
