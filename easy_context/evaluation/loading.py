@@ -1,20 +1,18 @@
 """Joins the launcher's process group and loads a model into it: whole on every rank, or split by DeepSpeed."""
 
 import contextlib
-import datetime
 import os
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from ..accelerator import COLLECTIVE_TIMEOUT
 from ..huggingface import SUPPORTED_MODELS
 from ..mesh import Mesh
+from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
-
-# Long passes leave a rank alone for long; the value is the original project's.
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=1_000_000)
 
 
 @contextlib.contextmanager
@@ -60,8 +58,6 @@ def load_config(name: str, rope_theta: float | None = None, seq_length: int | No
             f"--model {name}: not a folder with a model's config.json, nor a hub name: {reason}"
         ) from reason
     if rope_theta is not None:
-        from ..rope import set_rope_theta
-
         set_rope_theta(config, rope_theta, seq_length)
     return config
 
@@ -133,6 +129,11 @@ def _deepspeed_accelerator(device: torch.device):
     from accelerate.utils import InitProcessGroupKwargs
 
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cpu":
+        import deepspeed
+
+        # It would compile a shared-memory collective at first use; gloo serves as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=COLLECTIVE_TIMEOUT)])
     # Accelerate wants a batch size before it prepares a model without a data loader.
     accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1

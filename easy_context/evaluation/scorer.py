@@ -107,7 +107,7 @@ class Scorer:
         """The output embedding `[vocab, hidden]`, gathered if ZeRO-3 has split it."""
         weight = self.model.get_output_embeddings().weight
         if hasattr(weight, "ds_id"):
-            from deepspeed.zero import GatheredParameters
+            from deepspeed.runtime.zero import GatheredParameters
 
             with GatheredParameters([weight]):
                 yield weight
