@@ -27,7 +27,7 @@ class AttentionKernel(ABC):
 
     Shapes: q, out `[batch, seq_q, heads, head_dim]`; k, v `[batch, seq_k, kv_heads, head_dim]` with kv_heads dividing
     heads (query head h reads key head `h // (heads / kv_heads)`); lse `[batch, heads, seq_q]`, the natural logarithm of
-    the softmax denominator, float32 (float64 for float64 inputs). Any strides whose last dimension is dense.
+    the softmax denominator, float32 (float64 for float64 inputs). Strides are free.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AttentionKernel(ABC):
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
             return torch.zeros_like(q), lse
-        return self._forward(q, k, v, scale, mask)
+        return self._forward(*_dense_rows(q, k, v), scale, mask)
 
     def backward(
         self,
@@ -80,6 +80,7 @@ class AttentionKernel(ABC):
         self._check(q, k, mask)
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
         return self._backward(dout, q, k, v, out, lse, scale, mask)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
@@ -90,6 +91,11 @@ class AttentionKernel(ABC):
             )
         if mask.window is not None and not self.supports_window:
             raise ValueError(f"attention kernel {self.name!r} cannot honour window={mask.window}; use 'reference'")
+
+
+def _dense_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Backends take any strides but the last, which must be 1: some read other memory instead of complaining."""
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 
 def heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
