@@ -1,0 +1,164 @@
+"""Checking and timing one method of attention.py."""
+
+import argparse
+import statistics
+import time
+
+import torch
+from peers import AttentionMethod
+from report import World
+
+from easy_context.kernels import AttentionMask, select_kernel
+
+LARGEST_ERROR = 0.03  # relative norm against float64; bf16 kernels are near 0.005
+Tensors = tuple[torch.Tensor, ...]
+
+
+def make_inputs(args: argparse.Namespace, world: World, seq_length: int) -> Tensors:
+    """Whole q, k, v and dout, random, the same on every rank: `[batch, seq, heads, head_dim]` bf16."""
+    generator = torch.Generator(world.device).manual_seed(args.seed + seq_length)
+    return tuple(
+        torch.randn(
+            args.batch_size,
+            seq_length,
+            heads,
+            args.head_dim,
+            dtype=torch.bfloat16,
+            device=world.device,
+            generator=generator,
+        )
+        for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)
+    )
+
+
+def local_inputs(method: AttentionMethod, whole: Tensors) -> tuple[Tensors, torch.Tensor]:
+    """This rank's q, k and v, which want gradients, and dout, contiguous in the layout that the method takes."""
+    parts = [method.shard(tensor) for tensor in whole]
+    parts = [(part.transpose(1, 2) if method.heads_first else part).contiguous() for part in parts]
+    return tuple(part.requires_grad_() for part in parts[:3]), parts[3]
+
+
+def run_once(method: AttentionMethod, inputs: Tensors, dout: torch.Tensor) -> list[torch.Tensor]:
+    """Output and the gradients of q, k and v."""
+    out = method.run(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def check(method: AttentionMethod, whole: Tensors, expected: Tensors, world: World) -> dict[str, float]:
+    """Relative errors (norm of the difference over all ranks / norm) of out, dq, dk and dv.
+
+    Raises:
+        ArithmeticError: one of them is above LARGEST_ERROR, or not a number.
+    """
+    with method.session():
+        results = run_once(method, *local_inputs(method, whole))
+    errors = {}
+    for name, result, reference in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
+        result = (result.transpose(1, 2) if method.heads_first else result).double()
+        reference = method.shard(reference)
+        squares = torch.stack([(result - reference).square().sum(), reference.square().sum()])
+        difference, norm = world.total(squares).tolist()
+        errors[name] = (difference / norm) ** 0.5
+    worst = max(errors.values())
+    if not worst < LARGEST_ERROR:  # NaN compares false
+        raise ArithmeticError(f"relative error {worst:.3g} against float64 is too large: {errors}")
+    return errors
+
+
+def expected_results(args: argparse.Namespace, whole: Tensors) -> Tensors:
+    """Output and gradients in float64, on this device."""
+    q, k, v, dout = (tensor.double() for tensor in whole)
+    kernel = select_kernel("reference", q.device, q.dtype, args.head_dim)
+    rule = args.head_dim**-0.5, AttentionMask(causal=True)
+    out, lse = kernel.forward(q, k, v, *rule)
+    return out, *kernel.backward(dout, q, k, v, out, lse, *rule)
+
+
+class Stopwatch:
+    """Marks between pieces of work: CUDA events on a GPU, so that launches may run ahead; else the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._marks = device, []
+
+    def mark(self) -> None:
+        """What comes next belongs to the next interval."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def intervals_ms(self) -> list[float]:
+        """Milliseconds from each mark to the next; the device must be idle."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self._device.type == "cuda":
+            return [first.elapsed_time(second) for first, second in pairs]
+        return [(second - first) * 1000 for first, second in pairs]
+
+
+def measure(
+    method: AttentionMethod, whole: Tensors, args: argparse.Namespace, world: World, seconds: float
+) -> dict[str, float]:
+    """Median times of forward and backward, the slowest rank's, in about `seconds` seconds."""
+    inputs, dout = local_inputs(method, whole)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with method.session():
+        run_once(method, inputs, dout)  # compiles and allocates
+        world.synchronize()
+        start = time.perf_counter()
+        run_once(method, inputs, dout)
+        world.synchronize()
+        one = world.largest(time.perf_counter() - start)
+        repeats = max(3, min(args.repeats, int(seconds / one))) if args.repeats > 3 else args.repeats
+        watch = Stopwatch(world.device)
+        for _ in range(repeats):  # back to back, as layers follow each other: nothing waits for the host
+            watch.mark()
+            out = method.run(*inputs)
+            watch.mark()
+            torch.autograd.grad(out, inputs, dout)
+            del out
+        watch.mark()
+        world.synchronize()
+    intervals = watch.intervals_ms()
+    forward, backward = statistics.median(intervals[::2]), statistics.median(intervals[1::2])
+    total = statistics.median(f + b for f, b in zip(intervals[::2], intervals[1::2], strict=True))
+    return {
+        "forward_ms": world.largest(forward),
+        "backward_ms": world.largest(backward),
+        "total_ms": world.largest(total),
+        "repeats": repeats,
+        "extra_memory_gib": world.largest((torch.cuda.max_memory_allocated() - before) / 2**30) if on_gpu else None,
+    }
+
+
+def add_rates(row: dict, args: argparse.Namespace, devices: int) -> None:
+    """TFLOP/s on each device. Causal attention has 2 matrix products over half the score matrix; backward has 5."""
+    product = 2 * args.batch_size * args.heads * args.head_dim * row["seq_length"] ** 2 / 2 / devices
+    row["forward_tflops"] = 2 * product / row["forward_ms"] / 1e9
+    row["backward_tflops"] = 5 * product / row["backward_ms"] / 1e9
+    row["tflops_per_gpu"] = 7 * product / row["total_ms"] / 1e9
+
+
+def add_ratios(rows: list[dict], world: World) -> None:
+    """Speed relative to the limit and to the two peers, in every row that was measured."""
+
+    def time_of(method: str, kernel: str, seq_length: int) -> float | None:
+        key = (method, kernel, seq_length)
+        return next((r.get("total_ms") for r in rows if (r["method"], r["kernel"], r["seq_length"]) == key), None)
+
+    for row in rows:
+        if "total_ms" not in row or row["method"] == "one GPU":
+            continue
+        for ratio, method, kernel, parts in (
+            ("of_limit", "one GPU", row["kernel"], world.size),
+            ("vs_ring_flash_attn", "ring-flash-attn zigzag", "torch_flash", 1),
+            ("vs_context_parallel", "context_parallel", "cudnn", 1),
+        ):
+            other = time_of(method, kernel, row["seq_length"])
+            if other is not None:
+                row[ratio] = other / parts / row["total_ms"]

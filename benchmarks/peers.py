@@ -1,0 +1,202 @@
+"""Adapters to other libraries: sequence-parallel attention, and DeepSpeed ALST for whole steps.
+
+Every adapter imports its library when it is built, so that a missing one is a row in the table that says so.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from flash_attn_shim import ensure_flash_attn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from easy_context.modes import get_mode
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+SDP_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass
+class AttentionMethod:
+    """One way to compute a layer's attention over a row that the ranks share.
+
+    Attributes:
+        run: local q, k, v to the local out, differentiable; `[batch, shard, heads, head_dim]`, or heads before shard
+            if `heads_first`.
+        shard: from a whole `[batch, seq, heads, head_dim]` tensor to this rank's part of it.
+        heads_first: the layout that `run` takes and gives.
+        note: what a reader of the table should know.
+        session: a context in which `run` and its backward work, entered once for many calls.
+    """
+
+    run: Attention
+    shard: Callable[[torch.Tensor], torch.Tensor]
+    heads_first: bool = False
+    note: str = ""
+    session: Callable[[], contextlib.AbstractContextManager] = field(default=contextlib.nullcontext)
+
+
+def shard_as(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How one of our modes splits a row over all ranks of the run."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return lambda tensor: get_mode(mode).shard(tensor, rank, size)
+
+
+def import_without_package(module: str) -> Any:
+    """Import `package.module` without running the package's `__init__`, for packages whose `__init__` no longer works.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    package = module.partition(".")[0]
+    if package not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(module)
+
+
+def ring_flash_attn() -> AttentionMethod:
+    """ring-flash-attn's zigzag ring on the FlashAttention-2 kernel."""
+    note = ensure_flash_attn()
+    zigzag = import_without_package("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+
+    def run(q, k, v):
+        return zigzag(q, k, v, causal=True, group=dist.group.WORLD)
+
+    return AttentionMethod(run, shard_as("zigzag_ring_attn"), note=note or "")
+
+
+def yunchang_ulysses() -> AttentionMethod:
+    """yunchang's Ulysses on the FlashAttention-2 kernel."""
+    note = ensure_flash_attn()
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
+
+    layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
+    return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard_as("ulysses_attn"), note=note or "")
+
+
+def yunchang_usp() -> AttentionMethod:
+    """yunchang's unified sequence parallelism (arXiv 2405.07719): Ulysses over pairs, zigzag ring over the rest."""
+    note = ensure_flash_attn()
+    from yunchang import LongContextAttention, set_seq_parallel_pg
+    from yunchang.kernels import AttnType
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ulysses = 2 if size % 2 == 0 and size > 2 else 1
+    ring = size // ulysses
+    set_seq_parallel_pg(ulysses, ring, rank, size)
+    layer = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
+
+    def shard(tensor):
+        return get_mode("zigzag_ring_attn").shard(tensor, rank // ulysses, ring).chunk(ulysses, dim=1)[rank % ulysses]
+
+    degrees = f"Ulysses {ulysses} × ring {ring}"
+    return AttentionMethod(
+        lambda q, k, v: layer(q, k, v, causal=True), shard, note=f"{degrees}; {note}" if note else degrees
+    )
+
+
+def torch_context_parallel(kernel: str, device: torch.device, repeat_kv: bool) -> AttentionMethod:
+    """PyTorch's context_parallel, load-balanced, with its default way of passing keys on.
+
+    Args:
+        kernel: "cudnn" or "torch_flash", the backend of scaled_dot_product_attention.
+        device: of this process.
+        repeat_kv: give each query head its own key head, for versions whose context_parallel lacks grouped heads.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.tensor.experimental import context_parallel
+    except ImportError:  # where it may move when it leaves the prototype state
+        from torch.distributed.tensor import context_parallel
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,))
+
+    @contextlib.contextmanager
+    def session() -> Iterator[None]:
+        # It shards the buffers it is given; q, k and v are shards already, so it gets one that nobody reads.
+        unused = torch.zeros(1, 2 * size, device=device)
+        with context_parallel(mesh, buffers=[unused], buffer_seq_dims=[1]), sdpa_kernel(SDP_BACKENDS[kernel]):
+            yield
+
+    def run(q, k, v):
+        if repeat_kv:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        # Looked up at every call: the session rebinds it.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    note = "key heads repeated" if repeat_kv else ""
+    return AttentionMethod(run, shard_as("zigzag_ring_attn"), heads_first=True, note=note, session=session)
+
+
+@contextlib.contextmanager
+def deepspeed_alst(kernel: str, config: Any, seq_length: int | None = None) -> Iterator[Any]:
+    """DeepSpeed's Ulysses for Hugging Face models (arXiv 2506.13996) while the block runs.
+
+    Args:
+        kernel: "cudnn" or "torch_flash", the backend of scaled_dot_product_attention; "auto" leaves PyTorch the choice.
+        config: of the model; its attn_implementation becomes sdpa.
+        seq_length: of all rows; None if it varies.
+
+    Yields:
+        the `mpu` to pass to deepspeed.initialize.
+    """
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+    import deepspeed.utils.groups
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config._attn_implementation = "sdpa"
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=_HasConfig(config),
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=dist.get_world_size(),
+        micro_batch_size=1,
+        seq_length=seq_length,
+        seq_length_is_variable=seq_length is None,
+    )
+    try:
+        with sdpa_kernel(SDP_BACKENDS[kernel]) if kernel in SDP_BACKENDS else contextlib.nullcontext():
+            yield mpu
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = original
+        # It makes its groups once a process; the next model gets new ones, and other engines must not find these.
+        mpu._SEQUENCE_PARALLEL_GROUP = mpu._SEQUENCE_DATA_PARALLEL_GROUP = None
+        deepspeed.utils.groups.mpu = None
+
+
+@dataclass
+class _HasConfig:
+    """register_with_transformers reads nothing of a model but its config."""
+
+    config: Any
+
+
+def tile_mlp_as_alst(model: torch.nn.Module) -> None:
+    """Run every MLP in DeepSpeed's TiledMLP, with as many tiles as its documentation says: seq / hidden_size."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+        whole_forward = type(mlp).forward
+
+        def tiled(hidden, mlp=mlp, weights=weights, whole_forward=whole_forward):
+            tiles = math.ceil(hidden.shape[1] / hidden.shape[2])
+            return TiledMLP.apply(whole_forward, mlp, hidden, tiles, weights)
+
+        mlp.forward = tiled
