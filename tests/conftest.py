@@ -1,4 +1,4 @@
-"""Shared fixtures: `pool` for distributed tests; `--slow` for the long tests; `gpu` tests skip where there is no CUDA."""
+"""Shared fixtures: `pool` for distributed tests; `--slow` for long tests; `gpu` tests skip where there is no CUDA."""
 
 import os
 import sys

@@ -70,7 +70,7 @@ def random_inputs(seed: int, batch, seq_q, seq_k, heads, kv_heads, dim, dtype=to
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected; infinite where shapes differ or a value is not finite."""
+    """Norm of the difference over the norm of what is expected; infinite for another shape or a value not finite."""
     if actual.shape != expected.shape or not torch.isfinite(actual).all():
         return float("inf")
     difference = (actual.double() - expected.double()).norm().item()

@@ -1,0 +1,243 @@
+"""Every mode, forward and backward, on real processes, against float64 attention on the whole sequence."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain_attention import attention_with_gradients, random_inputs, relative_error
+from transformers import LlamaConfig
+
+from easy_context.kernels import AttentionMask, select_kernel
+from easy_context.modes import MODES, get_mode
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+CAUSAL = AttentionMask(causal=True)
+SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem; its text is the repro that a failing test prints."""
+
+    mode: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    seed: int
+    kernel: str = "cpu"
+    lse_gap: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        return 1.2 * self.dim**-0.5
+
+    def inputs(self) -> list[torch.Tensor]:
+        """q, k, v, dout of the whole sequence; with lse_gap, eighths of the keys lie that far apart in score."""
+        tensors = random_inputs(
+            self.seed, self.batch, self.length, self.length, self.heads, self.kv_heads, self.dim, self.dtype
+        )
+        if self.lse_gap:
+            root = math.sqrt(abs(self.lse_gap) / self.scale)
+            rng = random.Random(self.seed)
+            tensors[0][..., 0] = math.copysign(root, self.lse_gap)
+            for eighth in tensors[1][..., 0].chunk(8, dim=1):
+                eighth[:] = root * rng.choice([0, 1])
+        return tensors
+
+
+def head_counts(rng: random.Random, layout: str, name: str, world_size: int) -> tuple[int, int]:
+    """(heads, kv_heads) of a layout; modes with an all-to-all need heads that the ranks can share."""
+    kv_heads = {"equal": rng.randint(1, 3), "grouped": rng.randint(2, 4), "single": 1}[layout]
+    shared = world_size if name == "ulysses_attn" else 1
+    if layout == "equal":
+        return kv_heads * shared, kv_heads * shared
+    heads = math.lcm(kv_heads, shared) * rng.randint(1, 2)
+    return (heads if heads > kv_heads else 2 * heads), kv_heads
+
+
+def random_cases(name: str, world_size: int, dtype: torch.dtype, seed: int) -> list[Case]:
+    """Batch 1 and 2 for equal, grouped and single KV heads, at random lengths and head sizes."""
+    rng, cases = random.Random(seed), []
+    for layout in ("equal", "grouped", "single"):
+        for batch in (1, 2):
+            multiple = get_mode(name).multiple_of(world_size)
+            length = multiple * rng.randint(1, max(1, 96 // multiple))
+            heads, kv_heads = head_counts(rng, layout, name, world_size)
+            dim = rng.choice([8, 16, 32])
+            cases.append(Case(name, batch, length, heads, kv_heads, dim, dtype, rng.randrange(10**6)))
+    return cases
+
+
+def run_case(rank: int, world_size: int, case: Case, group) -> tuple[torch.Tensor, ...]:
+    """This rank's shards of out, dq, dk, dv."""
+    mode = get_mode(case.mode)
+    kernel = select_kernel(case.kernel, torch.device("cpu"), case.dtype, case.dim)
+    q, k, v, dout = (mode.shard(x, rank, world_size).contiguous() for x in case.inputs())
+    before = [x.clone() for x in (q, k, v, dout)]
+    settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel, "group": group}
+    out, residuals = mode.forward(q, k, v, **settings)
+    assert isinstance(residuals, tuple) and all(isinstance(x, torch.Tensor) for x in residuals)
+    kept = [x.clone() for x in (out, *residuals)]
+    gradients = mode.backward(dout, q, k, v, out, residuals, **settings)
+    for x, copy in zip((q, k, v, dout, out, *residuals), (*before, *kept), strict=True):
+        assert torch.equal(x, copy), f"an input was written to: {case}"
+    for x, leaf in zip((out, *gradients), (q, q, k, v), strict=True):
+        assert x.shape == leaf.shape and x.dtype == case.dtype, f"{x.shape} {x.dtype}: {case}"
+    return out, *gradients
+
+
+def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[tuple[torch.Tensor, ...]]:
+    return [run_case(rank, world_size, case, dist.group.WORLD) for case in cases]
+
+
+def errors_of_mode(case: Case, shards: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+    """Relative norm against float64 of what the ranks hold together."""
+    q, k, v, dout = case.inputs()
+    expected = attention_with_gradients(q, k, v, dout, case.scale)
+    mode = get_mode(case.mode)
+    names = ("out", "dq", "dk", "dv")
+    whole = {what: mode.unshard([shard[i] for shard in shards]) for i, what in enumerate(names)}
+    return {what: relative_error(value, getattr(expected, what)) for what, value in whole.items()}
+
+
+def errors_of_kernel(case: Case) -> dict[str, float]:
+    """The same for the kernel alone on the whole sequence in one process."""
+    q, k, v, dout = case.inputs()
+    expected = attention_with_gradients(q, k, v, dout, case.scale)
+    kernel = select_kernel(case.kernel, torch.device("cpu"), case.dtype, case.dim)
+    out, lse = kernel.forward(q, k, v, case.scale, CAUSAL)
+    gradients = kernel.backward(dout, q, k, v, out, lse, case.scale, CAUSAL)
+    values = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+    return {what: relative_error(value, getattr(expected, what)) for what, value in values.items()}
+
+
+def check(pool, cases: list[Case], world_size: int, limits) -> None:
+    """Runs all cases in one call; `limits(case)` gives the largest error of each output."""
+    results = pool.run(run_cases, world_size, cases)
+    for i, case in enumerate(cases):
+        errors, limit = errors_of_mode(case, [result[i] for result in results]), limits(case)
+        for what, error in errors.items():
+            assert error <= limit[what], f"{what} is off by {error:.2e} > {limit[what]:.2e}: W={world_size} {case}"
+
+
+def fixed_limit(tolerance: float):
+    return lambda case: dict.fromkeys(("out", "dq", "dk", "dv"), tolerance)
+
+
+def kernel_limit(case: Case) -> dict[str, float]:
+    return {what: 1.5 * error for what, error in errors_of_kernel(case).items()}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_float32_matches_float64(pool, name, world_size):
+    cases = random_cases(name, world_size, torch.float32, seed=100 + world_size)
+    cases += [dataclasses.replace(cases[2], kernel="reference")]
+    check(pool, cases, world_size, fixed_limit(1e-5))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_bfloat16_is_as_exact_as_the_kernel(pool, name, world_size):
+    cases = random_cases(name, world_size, torch.bfloat16, seed=200 + world_size)
+    check(pool, cases, world_size, kernel_limit)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4, 8))
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_blocks_whose_lse_lie_far_apart_merge(pool, name, world_size):
+    """Scores near 200 carry 1e-5 of rounding themselves, which the exponential passes on: hence the wider limit.
+
+    Where the kernel alone is farther off than that, its own error is the measure.
+    """
+    cases = []
+    for seed, gap in enumerate((200.0, -200.0)):
+        length = get_mode(name).multiple_of(world_size) * 4
+        heads = 2 * world_size
+        shape = (1, length, heads, heads, 16, torch.float32)
+        cases.append(Case(name, *shape, seed, kernel="reference", lse_gap=gap))
+        cases.append(Case(name, *shape, seed, kernel="cpu", lse_gap=gap))
+    check(pool, cases, world_size, lambda case: {what: max(1e-4, error) for what, error in kernel_limit(case).items()})
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_one_process_without_a_group(name):
+    assert not dist.is_initialized()
+    for case in random_cases(name, 1, torch.float32, seed=300):
+        for what, error in errors_of_mode(case, [run_case(0, 1, case, None)]).items():
+            assert error < 1e-5, f"{what}: {case}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_data_parallel_is_the_local_kernel(pool, dtype):
+    """Whatever the rank and the number of processes, each keeps the whole row."""
+    cases = random_cases("data_parallel", 1, dtype, seed=400)
+    for shards in pool.run(run_cases, 2, cases):
+        for case, shard in zip(cases, shards, strict=True):
+            limit = kernel_limit(case)
+            assert all(error <= limit[what] for what, error in errors_of_mode(case, [shard]).items()), case
+
+
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_shard_and_unshard_are_inverses(name):
+    rng = random.Random(500)
+    for world_size in WORLD_SIZES:
+        mode = get_mode(name)
+        for dim in (0, 1, 2):
+            shape = [2, 2, 2]
+            shape[dim] = mode.multiple_of(world_size) * rng.randint(1, 4)
+            whole = torch.arange(math.prod(shape)).reshape(shape)
+            shards = [mode.shard(whole, rank, world_size, dim=dim) for rank in range(world_size)]
+            assert len({shard.shape for shard in shards}) == 1
+            assert torch.equal(mode.unshard(shards, dim=dim), whole), (name, world_size, dim)
+
+
+def test_data_parallel_shards_nothing():
+    mode, whole = get_mode("data_parallel"), torch.arange(14).reshape(2, 7)
+    assert mode.multiple_of(8) == 1
+    for rank in range(3):
+        assert torch.equal(mode.shard(whole, rank, 3), whole)
+
+
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_chunk_indices_say_what_shard_does(name):
+    for world_size in WORLD_SIZES:
+        mode = get_mode(name)
+        held = [list(mode.chunk_indices(rank, world_size)) for rank in range(world_size)]
+        count = sum(len(chunks) for chunks in held)
+        assert sorted(sum(held, [])) == list(range(count))
+        whole = torch.arange(3 * count)[None]
+        chunks = whole.chunk(count, dim=1)
+        for rank in range(world_size):
+            expected = torch.cat([chunks[index] for index in held[rank]], dim=1)
+            assert torch.equal(mode.shard(whole, rank, world_size), expected)
+
+
+def test_zigzag_gives_an_early_and_a_late_chunk():
+    assert list(get_mode("zigzag_ring_attn").chunk_indices(1, 4)) == [1, 6]
+    assert list(get_mode("dist_flash_attn").chunk_indices(1, 3)) == [1]
+    assert list(get_mode("dist_flash_attn").chunk_indices(1, 4)) == [2, 3]  # halves of a shard, for the shared step
+
+
+def llama(heads: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(hidden_size=heads * 8, num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+def test_ulysses_names_the_modes_for_heads_it_cannot_share():
+    with pytest.raises(ValueError, match="(?s)6.*4") as error:
+        get_mode("ulysses_attn").check(llama(6, 2), 64, 4)
+    assert "zigzag_ring_attn" in str(error.value) and "dist_flash_attn" in str(error.value)
+    get_mode("ulysses_attn").check(llama(6, 2), 66, 3)
+    for name in ("zigzag_ring_attn", "dist_flash_attn"):
+        get_mode(name).check(llama(6, 1), 64, 4)
+
+
+def test_an_unknown_mode_is_named_with_the_valid_ones():
+    with pytest.raises(ValueError, match="(?s)ring_of_fire.*zigzag_ring_attn"):
+        get_mode("ring_of_fire")
