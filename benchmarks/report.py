@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +84,7 @@ class World:
         try:
             value = action()
         except Exception as error:  # peers fail in ways of their own; the table says how
+            traceback.print_exc()
             text = " ".join(str(error).split())
             problem = f"{type(error).__name__}: {text[:300]}"
         if self.largest(float(problem is not None)):
@@ -91,6 +94,7 @@ class World:
 
 def start_world() -> World:
     """Initialise torch.distributed if torchrun started this process: NCCL on GPUs, gloo on CPUs."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about their own calls
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()

@@ -1,0 +1,136 @@
+"""What runs a model's step: plain PyTorch on one device, or DeepSpeed's ZeRO-3 on several."""
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from recipes import Recipe
+from report import World
+
+from easy_context.loss import IGNORE_INDEX, shift_labels
+from easy_context.modes import get_mode
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class PlainEngine:
+    """Forward and backward on one device; no optimizer, whose states of an 8B model fit no single GPU."""
+
+    model: torch.nn.Module
+    recipe: Recipe
+
+    def step(self, batch: Batch, micro_batches: int) -> float:
+        """Run the same batch `micro_batches` times; returns the loss."""
+        self.model.zero_grad(set_to_none=True)
+        for _ in range(micro_batches):
+            loss = compute_loss(self.model, self.recipe, batch)
+            loss.backward()
+        return loss.item()
+
+    def close(self) -> None:
+        """Free the model."""
+        self.model = None
+        _free_memory()
+
+
+class Zero3Engine:
+    """Whole optimizer steps under ZeRO-3, weights and AdamW's states sharded over the GPUs, nothing on the host."""
+
+    def __init__(self, model: torch.nn.Module, recipe: Recipe, world: World, mpu: Any, batch_size: int) -> None:
+        """Shard the model.
+
+        Args:
+            model: whole, on this rank's device, the same on all ranks.
+            recipe: what the model was made for.
+            world: the ranks.
+            mpu: of DeepSpeed's sequence parallelism, or None.
+            batch_size: rows in a micro-batch.
+        """
+        import deepspeed
+
+        if world.device.type == "cpu":
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo serves; nothing is compiled
+        if recipe.mlp_tile_size:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            # A tile needs all the MLP's weights at once; ZeRO-3 gathers a leaf module's weights together.
+            set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+        # fused: one pass over the states, and no temporary copies of them
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
+        config = zero3_config(batch_size, model.config.hidden_size)
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+        self._recipe, self._world, self._batch_size = recipe, world, batch_size
+        _free_memory()  # the whole weights are sharded now
+
+    def step(self, batch: Batch, micro_batches: int) -> float:
+        """One optimizer step on the same batch `micro_batches` times; returns the loss, over all ranks."""
+        engine = self._engine
+        if engine.gradient_accumulation_steps() != micro_batches:
+            engine.set_train_batch_size(self._batch_size * micro_batches * engine.dp_world_size)
+            engine.micro_steps = 0  # a window begins
+        for _ in range(micro_batches):
+            loss = compute_loss(engine, self._recipe, batch)
+            engine.backward(loss * self._world.size)  # DeepSpeed averages over ranks
+            engine.step()
+        return self._world.total(loss.detach().float()).item()
+
+    def close(self) -> None:
+        """Free the model and the optimizer's states."""
+        self._engine.destroy()
+        self._engine = None
+        _free_memory()
+
+
+def zero3_config(batch_size: int, hidden_size: int) -> dict[str, Any]:
+    """DeepSpeed's configuration: ZeRO-3 without offload, buckets large enough for NVLink."""
+    return {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 16 * hidden_size**2,
+            "stage3_prefetch_bucket_size": 16 * hidden_size**2,
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+        },
+    }
+
+
+def make_batch(recipe: Recipe, world: World, batch_size: int, seq_length: int, vocab_size: int, seed: int) -> Batch:
+    """This rank's shard of random rows, which are the same for every recipe.
+
+    Returns:
+        input_ids, position_ids and targets (shifted before the split), `[batch, shard]`, and num_items, the number of
+        targets in the whole rows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(vocab_size, (batch_size, seq_length), generator=generator)
+    targets = shift_labels(input_ids)
+    position_ids = torch.arange(seq_length).expand(batch_size, -1)
+    mode = get_mode(recipe.mode)
+    shards = {
+        name: mode.shard(tensor, world.rank, world.size).to(world.device)
+        for name, tensor in (("input_ids", input_ids), ("position_ids", position_ids), ("targets", targets))
+    }
+    num_items = (targets != IGNORE_INDEX).sum().to(world.device)
+    return shards | {"num_items": num_items}
+
+
+def compute_loss(model: Any, recipe: Recipe, batch: Batch) -> torch.Tensor:
+    """The sum of the losses of this rank's targets, divided by the number of targets in the whole rows."""
+    options = {"shift_labels": batch["targets"], "num_items_in_batch": batch["num_items"], "use_cache": False}
+    if not recipe.fused_loss:
+        options["labels"] = batch["targets"]  # Hugging Face computes no loss without
+    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **options).loss
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

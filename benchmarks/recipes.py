@@ -1,0 +1,142 @@
+"""The ways to train that train_step.py compares, and how each sets up a model."""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peers import deepspeed_alst, tile_mlp_as_alst
+from report import World
+
+from easy_context import (
+    apply_fused_loss,
+    apply_seq_parallel_monkey_patch,
+    apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+    remove_seq_parallel_monkey_patch,
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+)
+from easy_context.huggingface import modeling_module
+from easy_context.liger import apply_liger
+from easy_context.tiled_mlp import apply_tiled_mlp
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train.
+
+    Attributes:
+        name: in the table.
+        peer: it is not ours.
+        mode: how rows are split and, unless `alst`, how attention is computed.
+        kernel: of attention.
+        liger: Liger's RMSNorm, RoPE and SwiGLU.
+        fused_loss: never hold the logits of all tokens.
+        checkpointing: "none", "full" (this package's, layer inputs on the GPU), "offload" (on the host) or
+            "hugging_face" (PyTorch's own).
+        keep_attention: see `apply_unsloth_offloaded_gradient_checkpoint_monkey_patch`.
+        mlp_tile_size: of this package's tiled MLP; 0 for none.
+        alst: attention by DeepSpeed's Ulysses.
+        alst_tiled_mlp: DeepSpeed's TiledMLP.
+    """
+
+    name: str
+    peer: bool
+    mode: str
+    kernel: str
+    liger: bool = True
+    fused_loss: bool = True
+    checkpointing: str = "full"
+    keep_attention: str = "none"
+    mlp_tile_size: int = 0
+    alst: bool = False
+    alst_tiled_mlp: bool = False
+
+
+def list_recipes(args: argparse.Namespace, world: World) -> list[Recipe]:
+    """The recipes that --methods names, in its order; "ours" once for every mode and way of checkpointing."""
+    split_mode = "zigzag_ring_attn" if world.size > 1 else "data_parallel"
+    ours = [
+        Recipe(
+            name=_our_name(mode, checkpointing, keep),
+            peer=False,
+            mode=mode,
+            kernel=args.attn_kernel,
+            liger=args.liger,
+            checkpointing=checkpointing,
+            keep_attention=keep,
+            mlp_tile_size=args.mlp_tile_size,
+        )
+        for mode, checkpointing in itertools.product(args.modes or [split_mode], args.gradient_checkpointing)
+        for keep in (args.keep_attention if checkpointing != "none" else ["gpu"])
+    ]
+    fa2 = "torch_flash" if world.device.type == "cuda" else "auto"
+    cudnn = "cudnn" if world.device.type == "cuda" else "auto"
+    original = Recipe("original recipe", True, split_mode, fa2, liger=False, fused_loss=False)
+    fused = dataclasses.replace(original, name="original + Liger", liger=args.liger, fused_loss=True)
+    alst = Recipe("ALST cuDNN", True, "ulysses_attn", cudnn, liger=args.liger, checkpointing="hugging_face", alst=True)
+    recipes = {
+        "ours": ours,
+        "original": [original],
+        "original_liger": [fused],
+        "alst_cudnn": [alst],
+        "alst_fa2": [dataclasses.replace(alst, name="ALST FA2", kernel=fa2)],
+        "alst_cudnn_tiled": [dataclasses.replace(alst, name="ALST cuDNN, tiled MLP", alst_tiled_mlp=True)],
+    }
+    return [recipe for method in args.methods for recipe in recipes[method]]
+
+
+def _our_name(mode: str, checkpointing: str, keep: str) -> str:
+    return (
+        f"ours: {mode}, no checkpointing" if checkpointing == "none" else f"ours: {mode}, {checkpointing}, keep {keep}"
+    )
+
+
+@contextlib.contextmanager
+def applied(recipe: Recipe, config: Any) -> Iterator[Any]:
+    """Everything that is global about a recipe, while the block builds and runs its model; undone afterwards.
+
+    Yields:
+        the `mpu` for deepspeed.initialize, or None.
+    """
+    module = modeling_module(config.model_type)
+    names = dict(vars(module))
+    with contextlib.ExitStack() as stack:
+        stack.callback(vars(module).update, names)  # Liger's replacements have no switch to undo them
+        if recipe.liger:
+            apply_liger(config)
+        if recipe.checkpointing in ("full", "offload"):
+            apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
+                offload=recipe.checkpointing == "offload", keep_attention=recipe.keep_attention
+            )
+            stack.callback(remove_unsloth_offloaded_gradient_checkpoint_monkey_patch)
+        mpu = None
+        if recipe.alst:
+            mpu = stack.enter_context(deepspeed_alst(recipe.kernel, config))
+        else:
+            apply_seq_parallel_monkey_patch(recipe.mode, config.model_type, attn_kernel=recipe.kernel)
+            stack.callback(remove_seq_parallel_monkey_patch)
+        yield mpu
+
+
+def build_model(recipe: Recipe, config: Any, device: torch.device, seed: int) -> torch.nn.Module:
+    """A model with random bf16 weights, made on `device`; the same weights for every recipe."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if recipe.fused_loss:
+        model = apply_fused_loss(model)
+    if recipe.checkpointing == "hugging_face":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif recipe.checkpointing != "none":
+        model.gradient_checkpointing_enable()
+    if recipe.mlp_tile_size:
+        model = apply_tiled_mlp(model, recipe.mlp_tile_size)
+    if recipe.alst_tiled_mlp:
+        tile_mlp_as_alst(model)
+    return model.train()
