@@ -158,9 +158,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         args = parse_arguments(arguments)
         from easy_context.evaluation import cells
-        from easy_context.evaluation.loading import distributed, load_config, load_scorer
+        from easy_context.evaluation.loading import check_parallelism, distributed, load_config, load_scorer
 
         config = load_config(args.model, args.rope_theta, args.max_context_length)
+        check_parallelism(config, args, args.max_context_length)
         tasks, builder, settings = prepare(args, config)
         journal = open_journal(args, settings)
     except (ValueError, OSError) as reason:

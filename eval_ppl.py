@@ -162,9 +162,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Evaluates every model and writes the CSV and JSON."""
     try:
         args = parse_arguments(arguments)
-        from easy_context.evaluation.loading import distributed, load_config, load_scorer
+        from easy_context.evaluation.loading import check_parallelism, distributed, load_config, load_scorer
 
         configs = [load_config(name, args.rope_theta, args.max_tokens) for name in args.model]
+        for config in configs:
+            check_parallelism(config, args, args.max_tokens)
         jobs = [(name, c, find_documents(args, name, c)) for name, c in zip(args.model, configs, strict=True)]
     except (ValueError, OSError) as reason:
         sys.exit(f"eval_ppl.py: {reason}")

@@ -7,12 +7,12 @@ import os
 import pytest
 import torch
 from tiny_models import save_tiny_llama, tiny_llama
-from tokenizer_styles import TEXT_FILE
+from tokenizer_styles import TEXT_FILE, tokenizer_of_style
 
 import eval_needle
 from easy_context.evaluation import cells
 from easy_context.evaluation.journal import Cell, Journal, model_fingerprint
-from easy_context.evaluation.loading import load_config, load_scorer
+from easy_context.evaluation.loading import check_parallelism, load_config, load_scorer
 from easy_context.evaluation.prompts import Row
 from easy_context.mesh import Mesh
 
@@ -201,6 +201,40 @@ def test_a_retrained_model_is_another_model(tmp_path):
     assert prints[0] == prints[1] != prints[2]
 
 
+@pytest.mark.parametrize(
+    "overrides, arguments, message",
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            ["--parallel_mode", "ulysses_attn"],
+            "cannot split 3 query",
+        ),
+        ({"model_type": "gpt2"}, [], "model type 'gpt2' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, [], "rope_type 'dynamic'"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused_before_loading(
+    model_folder, tmp_path, monkeypatch, overrides, arguments, message
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = load_config(model_folder)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=message):
+        check_parallelism(config, parse(model_folder, tmp_path, *arguments), 200)
+
+
+def test_a_family_without_parallel_modes_runs_on_one_process(model_folder, tmp_path):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=258, n_embd=32, n_layer=2, n_head=2, n_positions=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer_of_style("bytes").save_pretrained(tmp_path / "gpt2")
+    eval_needle.main(["--model", str(tmp_path / "gpt2"), *TOY, "--output_dir", str(tmp_path / "out")])
+    assert len(records_of(tmp_path / "out")) == 9
+
+
 def main_on_rank(rank, world_size, arguments, folder):
     os.environ["RANK"] = str(rank)  # as a launcher sets it
     try:
@@ -260,6 +294,10 @@ def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):
         (["--num_distractor", "2"], "--needle-template ' #{value}#' must hold {key}"),
         (["--prompt-template", "{haystack}"], "must hold {question} exactly once"),
         (["--model", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
+        (
+            ["--parallel_mode", "ulysses_attn", "--sequence-parallel-size", "2"],
+            "--sequence-parallel-size 2 must divide",
+        ),
         (["--output_dir", "/proc/none"], "--output_dir /proc/none/cells.jsonl: cannot be written"),
     ],
 )

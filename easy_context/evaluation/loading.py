@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ..accelerator import COLLECTIVE_TIMEOUT
-from ..huggingface import SUPPORTED_MODELS
+from ..huggingface import SUPPORTED_MODELS, modeling_module, refuse_model_features
 from ..mesh import Mesh
+from ..modes import get_mode
 from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
@@ -98,10 +99,9 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
 
 def _apply_mode(model_type: str, args) -> tuple[str | None, Mesh]:
     """Patches the model family for the mode of the flags, or of the number of processes if they name none."""
-    processes = dist.get_world_size() if dist.is_initialized() else 1
-    if args.parallel_mode is None and processes == 1 and model_type not in SUPPORTED_MODELS:
+    mode = _mode_of(model_type, args)
+    if mode is None:
         return None, Mesh()
-    mode = args.parallel_mode or ("zigzag_ring_attn" if processes > 1 else "data_parallel")
     mesh = apply_seq_parallel_monkey_patch(
         mode,
         model_type,
@@ -110,6 +110,33 @@ def _apply_mode(model_type: str, args) -> tuple[str | None, Mesh]:
         timeout=COLLECTIVE_TIMEOUT,
     )
     return mode, mesh
+
+
+def _mode_of(model_type: str, args) -> str | None:
+    """The parallel mode; None for a family that has none, which can only run on one process."""
+    if args.parallel_mode is None and _processes() == 1 and model_type not in SUPPORTED_MODELS:
+        return None
+    return args.parallel_mode or ("zigzag_ring_attn" if _processes() > 1 else "data_parallel")
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_parallelism(config, args, longest: int) -> None:
+    """Raises ValueError if the model cannot be evaluated on rows of `longest` tokens as the flags and the launcher ask.
+
+    Called before the model is loaded and before the processes are joined.
+    """
+    mode = _mode_of(config.model_type, args)
+    if mode is None:
+        return
+    modeling_module(config.model_type)  # is the family supported?
+    size = 1 if mode == "data_parallel" else (args.sequence_parallel_size or _processes())
+    if size < 1 or _processes() % size:
+        raise ValueError(f"--sequence-parallel-size {size} must divide the number of processes, {_processes()}")
+    get_mode(mode).check(config, longest, size)
+    refuse_model_features(config, longest, size)
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:
