@@ -1,0 +1,122 @@
+"""Small random models of the supported families, and one training step of theirs, plain or spread over ranks."""
+
+import contextlib
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import easy_context
+from easy_context.loss import shift_labels
+from easy_context.mesh import Mesh
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VOCABULARY = 97
+
+
+def family_config(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **overrides):
+    """Head size 8; weights wide enough that attention is far from uniform."""
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": heads * 8,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "sliding_window": None,
+    }
+    if family == "llama":
+        del settings["sliding_window"]
+    return AutoConfig.for_model(family, **{**settings, **overrides})
+
+
+def family_model(family: str, attn_implementation: str = "eager", seed: int = 0, **settings):
+    """The same float32 weights in every process for one seed; biases, which start at 0, are made random."""
+    config = family_config(family, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    return model.train()
+
+
+def random_rows(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids `[batch, length]` and their already shifted targets, some of them -100."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+    targets = shift_labels(ids)
+    targets[torch.rand(ids.shape, generator=generator) < 0.2] = -100
+    return ids, targets
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What one step gave: logits `[batch, length, vocab]` of this rank's rows, the loss over all, all gradients."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    logits: torch.Tensor | None = None
+
+
+def plain_step(model, ids: torch.Tensor, targets: torch.Tensor) -> StepResult:
+    """Forward and backward on one process, the loss written out here: sum over valid targets over their number."""
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = loss / (targets != -100).sum()
+    loss.backward()
+    return StepResult(loss.item(), gradients_of(model), logits.detach())
+
+
+def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch.Tensor) -> StepResult:
+    """The same step on this rank's rows and shard, gradients averaged over all ranks as DeepSpeed and DDP do it."""
+    model.zero_grad()
+    number_of_valid_targets = (targets != -100).sum()
+    rows = slice(mesh.data_rank * len(ids) // mesh.data_size, (mesh.data_rank + 1) * len(ids) // mesh.data_size)
+    positions = torch.arange(ids.shape[1])[None]
+    part = easy_context.prepare_seq_parallel_inputs(
+        mode, ids[rows], positions, targets[rows], mesh.sequence_rank, mesh.sequence_size, "cpu"
+    )
+    output = model(
+        part["local_input_ids"],
+        position_ids=part["local_position_ids"],
+        shift_labels=part["local_target_ids"],
+        num_items_in_batch=number_of_valid_targets,
+        use_cache=False,
+    )
+    ranks = mesh.sequence_size * mesh.data_size
+    (output.loss * ranks).backward()
+    loss, gradients = output.loss.detach().double(), gradients_of(model)
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= ranks
+    logits = output.logits
+    if logits is not None:
+        logits = easy_context.gather_seq_parallel_outputs(mode, logits.detach(), length=ids.shape[1])
+    return StepResult(loss.item(), gradients, logits)
+
+
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    """Copies of the gradients of all parameters that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def patched(mode: str, family: str = "llama", **options):
+    """The mode applied inside the block, and removed after it whatever happens."""
+    mesh = easy_context.apply_seq_parallel_monkey_patch(mode, family, **options)
+    try:
+        yield mesh
+    finally:
+        easy_context.remove_seq_parallel_monkey_patch()
