@@ -77,8 +77,12 @@ def plain_step(model, ids: torch.Tensor, targets: torch.Tensor) -> StepResult:
     return StepResult(loss.item(), gradients_of(model), logits.detach())
 
 
-def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch.Tensor) -> StepResult:
-    """The same step on this rank's rows and shard, gradients averaged over all ranks as DeepSpeed and DDP do it."""
+def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch.Tensor, fused=False) -> StepResult:
+    """The same step on this rank's rows and shard, gradients averaged over all ranks as DeepSpeed and DDP do it.
+
+    With `fused`, the model is one to which `apply_fused_loss` was applied; else the loss is Hugging Face's, which asks
+    for `labels` although it only reads `shift_labels`.
+    """
     model.zero_grad()
     number_of_valid_targets = (targets != -100).sum()
     rows = slice(mesh.data_rank * len(ids) // mesh.data_size, (mesh.data_rank + 1) * len(ids) // mesh.data_size)
@@ -92,6 +96,7 @@ def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch
         shift_labels=part["local_target_ids"],
         num_items_in_batch=number_of_valid_targets,
         use_cache=False,
+        **({} if fused else {"labels": part["local_target_ids"]}),
     )
     ranks = mesh.sequence_size * mesh.data_size
     (output.loss * ranks).backward()
