@@ -1,0 +1,230 @@
+"""The public functions: splitting and gathering rows, patching and unpatching. (What is refused: test_refusals.py.)"""
+
+import types
+
+import pytest
+import torch
+from family_models import FAMILIES, family_model, patched, random_rows
+from torch.utils.data import DataLoader
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+import easy_context
+from easy_context.huggingface import modeling_module
+from easy_context.loss import shift_labels
+from easy_context.mesh import Mesh
+from easy_context.modes import MODES, get_mode
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
+
+
+def split(mode: str, ids, positions, targets, world_size: int) -> list[dict]:
+    return [
+        easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, rank, world_size, "cpu")
+        for rank in range(world_size)
+    ]
+
+
+def joined(mode: str, parts: list[dict], key: str) -> torch.Tensor:
+    return get_mode(mode).unshard([part[key] for part in parts])
+
+
+@pytest.mark.parametrize("mode", SPLITTING_MODES)
+def test_split_pads_every_length_and_loses_no_target(mode):
+    for world_size in WORLD_SIZES:
+        for length in range(1, 36):
+            ids = torch.randint(1, 1000, (2, length), generator=torch.Generator().manual_seed(length))
+            positions = torch.arange(length).expand(2, -1) + 5
+            parts = split(mode, ids, positions, shift_labels(ids), world_size)
+            whole = joined(mode, parts, "local_input_ids")
+            assert torch.equal(whole[:, :length], ids)
+            assert whole.shape[1] - length < get_mode(mode).multiple_of(world_size)
+            assert len({part["local_input_ids"].shape for part in parts}) == 1
+            assert torch.equal(
+                joined(mode, parts, "local_position_ids"), torch.arange(whole.shape[1]).expand(2, -1) + 5
+            )
+            targets = joined(mode, parts, "local_target_ids")
+            assert torch.equal(targets[:, : length - 1], ids[:, 1:])
+            assert (targets[:, length - 1 :] == -100).all()
+            assert (targets != -100).sum() == 2 * (length - 1), f"W={world_size} {length=}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_split_without_targets_and_with_shared_positions(mode):
+    ids, _ = random_rows(3, 23)
+    parts = split(mode, ids, torch.arange(23)[None], None, 2)
+    for part in parts:
+        assert part["local_target_ids"] is None
+        assert part["local_position_ids"].shape == (1, part["local_input_ids"].shape[1])
+
+
+def test_data_parallel_splits_nothing():
+    ids, targets = random_rows(2, 13)
+    positions = torch.arange(13).expand(2, -1)
+    for part in split("data_parallel", ids, positions, targets, 4):
+        assert torch.equal(part["local_input_ids"], ids)
+        assert torch.equal(part["local_position_ids"], positions)
+        assert torch.equal(part["local_target_ids"], targets)
+
+
+def test_the_split_is_a_copy_that_leaves_the_batch_alone():
+    ids, targets = random_rows(1, 7)
+    copies = ids.clone(), targets.clone()
+    parts = split("zigzag_ring_attn", ids, torch.arange(7)[None], targets, 2)
+    assert torch.equal(ids, copies[0]) and torch.equal(targets, copies[1])
+    assert all(part["local_input_ids"].is_contiguous() for part in parts)
+
+
+def gather_everything(rank: int, world_size: int, mode: str, size: int | None) -> None:
+    """Split and gather give back a row of any length, along any dimension, in any dtype."""
+    with patched(mode, sequence_parallel_size=size) as mesh:
+        generator = torch.Generator().manual_seed(mesh.data_rank)  # each group gathers rows of its own
+        for length in (1, 2, 7, 16, 33):
+            ids = torch.randint(1, 1000, (2, length), generator=generator)
+            part = easy_context.prepare_seq_parallel_inputs(
+                mode, ids, torch.arange(length)[None], None, mesh.sequence_rank, mesh.sequence_size, "cpu"
+            )
+            local = part["local_input_ids"]
+            assert torch.equal(easy_context.gather_seq_parallel_outputs(mode, local, length=length), ids)
+            padded = easy_context.gather_seq_parallel_outputs(mode, local)
+            assert padded.shape[1] == local.shape[1] * mesh.sequence_size and torch.equal(padded[:, :length], ids)
+            for dtype in (torch.float32, torch.bfloat16):
+                states = torch.stack([local, -local], dim=-1).to(dtype)  # [batch, shard, 2]
+                expected = torch.stack([ids, -ids], dim=-1).to(dtype)
+                gathered = easy_context.gather_seq_parallel_outputs(mode, states, dim=-2, length=length)
+                assert gathered.dtype == dtype and torch.equal(gathered, expected)
+                flat = states[0].t()  # [2, shard], not contiguous
+                gathered = easy_context.gather_seq_parallel_outputs(mode, flat, dim=1, length=length)
+                assert torch.equal(gathered, expected[0].t())
+                gathered = easy_context.gather_seq_parallel_outputs(mode, states[0], dim=0, length=length)
+                assert torch.equal(gathered, expected[0])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_is_the_inverse_of_split_on_every_rank(pool, world_size):
+    for mode in MODES:
+        pool.run(gather_everything, world_size, mode, None)
+
+
+def test_gather_stays_inside_the_group(pool):
+    for mode in SPLITTING_MODES:
+        pool.run(gather_everything, 4, mode, 2)
+
+
+def test_gather_without_a_patch_says_what_to_call():
+    with pytest.raises(RuntimeError, match="apply_seq_parallel_monkey_patch"):
+        easy_context.gather_seq_parallel_outputs("zigzag_ring_attn", torch.zeros(1, 4))
+
+
+def state_of_transformers() -> dict:
+    """Everything that a patch may touch."""
+    state = {("registered", name): fn for name, fn in AttentionInterface._global_mapping.items()}
+    state |= {("available", name): fn for name, fn in ALL_ATTENTION_FUNCTIONS.items()}
+    for family in FAMILIES:
+        state |= {(family, name): value for name, value in vars(modeling_module(family)).items()}
+    return state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_removing_the_patch_restores_transformers_exactly(mode, family):
+    before = state_of_transformers()
+    model = family_model(family, "sdpa")
+    ids, _ = random_rows(2, 20)
+    expected = model(ids).logits
+    with patched(mode, family):
+        assert {key for key, value in state_of_transformers().items() if before.get(key) is not value}
+        untouched = [key for key in before if key[0] in FAMILIES and key[0] != family]
+        assert all(state_of_transformers()[key] is before[key] for key in untouched)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    after = state_of_transformers()
+    assert after.keys() == before.keys()
+    assert all(after[key] is before[key] for key in before)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_process_takes_rows_of_any_length(mode):
+    """There the patched model is the plain model, and nothing asks for padding."""
+    model = family_model("llama", "sdpa")
+    for length in (1, 2, 19):
+        ids, _ = random_rows(2, length)
+        expected = model(ids).logits
+        with patched(mode):
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_patch_replaces_the_first():
+    before = state_of_transformers()
+    easy_context.apply_seq_parallel_monkey_patch("zigzag_ring_attn", "llama")
+    easy_context.apply_seq_parallel_monkey_patch("ulysses_attn", "mistral")
+    assert modeling_module("llama").ALL_ATTENTION_FUNCTIONS is ALL_ATTENTION_FUNCTIONS
+    assert "zigzag_ring_attn" not in ALL_ATTENTION_FUNCTIONS and "ulysses_attn" in ALL_ATTENTION_FUNCTIONS
+    easy_context.remove_seq_parallel_monkey_patch()
+    easy_context.remove_seq_parallel_monkey_patch()  # nothing left to do
+    assert all(value is before[key] for key, value in state_of_transformers().items())
+
+
+def test_a_refused_patch_leaves_the_applied_one_in_place():
+    with patched("ulysses_attn", "llama"):
+        applied = state_of_transformers()
+        for arguments in (("no_such_mode", "llama"), ("zigzag_ring_attn", "gpt2")):
+            with pytest.raises(ValueError):
+                easy_context.apply_seq_parallel_monkey_patch(*arguments)
+        with pytest.raises(ValueError):
+            easy_context.apply_seq_parallel_monkey_patch("zigzag_ring_attn", attn_kernel="no_such_kernel")
+        assert all(value is applied[key] for key, value in state_of_transformers().items())
+
+
+def test_the_patch_returns_the_mesh():
+    with patched("zigzag_ring_attn") as mesh:
+        assert mesh == Mesh()
+
+
+def test_no_mask_of_the_size_of_the_row_squared_is_built():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class LargestTensor(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self.largest = max(self.largest, tensor.numel())
+            return result
+
+    length = 600
+    ids, _ = random_rows(1, length)
+    for implementation in ("eager", "sdpa"):
+        model = family_model("llama", implementation, layers=1)
+        with patched("zigzag_ring_attn", attn_kernel="cpu"), LargestTensor() as seen:
+            model.model(ids, use_cache=False)
+        assert 0 < seen.largest < length * length
+
+
+def batches_of_rank(rank: int, world_size: int, mode: str, size: int | None) -> tuple[int, list]:
+    with patched(mode, sequence_parallel_size=size) as mesh:
+        loader = DataLoader([{"input_ids": torch.tensor([row] * 4)} for row in range(16)], batch_size=2)
+        loader = easy_context.prepare_dataloader(mode, loader, types.SimpleNamespace(device=torch.device("cpu")))
+        return mesh.data_rank, [batch["input_ids"][:, 0].tolist() for batch in loader]
+
+
+def test_ranks_of_a_group_get_the_same_rows_and_other_groups_others(pool):
+    for mode, size in (
+        ("zigzag_ring_attn", 2),
+        ("ulysses_attn", None),
+        ("data_parallel", None),
+        ("dist_flash_attn", 1),
+    ):
+        rows = {}
+        for data_rank, batches in pool.run(batches_of_rank, 4, mode, size):
+            assert rows.setdefault(data_rank, batches) == batches, (mode, size)
+        seen = sorted(row for batches in rows.values() for batch in batches for row in batch)
+        assert seen == list(range(16)), (mode, size)
+        assert len({len(batches) for batches in rows.values()}) == 1
+
+
+def test_a_dataloader_for_another_mode_is_refused():
+    with patched("ulysses_attn"), pytest.raises(ValueError, match="(?s)zigzag_ring_attn.*ulysses_attn"):
+        easy_context.prepare_dataloader("zigzag_ring_attn", [], None)
