@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from family_models import FAMILIES, family_model, patched, random_rows
+from tensor_sizes import LargestTensor
 from torch.utils.data import DataLoader
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -182,18 +183,6 @@ def test_the_patch_returns_the_mesh():
 
 
 def test_no_mask_of_the_size_of_the_row_squared_is_built():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class LargestTensor(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                if isinstance(tensor, torch.Tensor):
-                    self.largest = max(self.largest, tensor.numel())
-            return result
-
     length = 600
     ids, _ = random_rows(1, length)
     for implementation in ("eager", "sdpa"):
