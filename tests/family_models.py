@@ -1,4 +1,4 @@
-"""Small random models of the supported families, and one training step of theirs, plain or spread over ranks."""
+"""Small random models of the supported families, one training step of theirs, and ways to look at it."""
 
 import contextlib
 import dataclasses
@@ -8,11 +8,15 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import easy_context
+from easy_context.kernels import select_kernel
 from easy_context.loss import shift_labels
 from easy_context.mesh import Mesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 97
+CHECKPOINTING_SETTINGS = tuple(
+    {"offload": offload, "keep_attention": keep} for offload in (True, False) for keep in ("gpu", "cpu", "none")
+)
 
 
 def family_config(family: str, heads: int = 4, kv_heads: int = 2, layers: int = 2, **overrides):
@@ -125,3 +129,57 @@ def patched(mode: str, family: str = "llama", **options):
         yield mesh
     finally:
         easy_context.remove_seq_parallel_monkey_patch()
+
+
+@contextlib.contextmanager
+def checkpointing(model, **settings):
+    """The model checkpointed inside the block by a patch that is removed at once, as it only matters when enabling."""
+    easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(**settings)
+    try:
+        model.gradient_checkpointing_enable()
+    finally:
+        easy_context.remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    yield model
+    model.gradient_checkpointing_disable()
+
+
+@contextlib.contextmanager
+def counted_calls():
+    """Counts the calls of the CPU kernel and of the collectives that modes use, by name."""
+    kernel = select_kernel("cpu", torch.device("cpu"), torch.float32, 8)
+    calls, originals = {}, []
+
+    def count(owner, name):
+        original = getattr(owner, name)
+        calls[name] = 0
+        originals.append((owner, name, vars(owner).get(name)))
+
+        def counting(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, counting)
+
+    for owner, name in (
+        (kernel, "forward"),
+        (kernel, "backward"),
+        (dist, "batch_isend_irecv"),
+        (dist, "all_to_all_single"),
+        (dist, "all_gather"),
+    ):
+        count(owner, name)
+    try:
+        yield calls
+    finally:
+        for owner, name, original in originals:
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def assert_identical(actual: dict, expected: dict, case: str = "") -> None:
+    """The same names, and for each the same tensor to the last bit."""
+    assert actual.keys() == expected.keys(), case
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), f"{name}: {case}"
