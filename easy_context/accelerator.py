@@ -48,6 +48,7 @@ def _set_up_logs(is_main_process: bool) -> None:
     """Let rank 0 say what this package chose, and keep out what libraries say of their own calls, hundreds of times."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("easy_context").setLevel(logging.INFO if is_main_process else logging.WARNING)
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
 
