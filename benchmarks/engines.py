@@ -1,5 +1,6 @@
 """What runs a model's step: plain PyTorch on one device, or DeepSpeed's ZeRO-3 on several."""
 
+import functools
 import gc
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +62,15 @@ class Zero3Engine:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
         config = zero3_config(batch_size, model.config.hidden_size)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
-        self._recipe, self._world, self._batch_size = recipe, world, batch_size
+        self._recipe, self._world = recipe, world
         _free_memory()  # the whole weights are sharded now
 
     def step(self, batch: Batch, micro_batches: int) -> float:
         """One optimizer step on the same batch `micro_batches` times; returns the loss, over all ranks."""
         engine = self._engine
         if engine.gradient_accumulation_steps() != micro_batches:
-            engine.set_train_batch_size(self._batch_size * micro_batches * engine.dp_world_size)
+            # What set_train_batch_size does; that asks for a data-parallel size, which ALST's mpu does not have.
+            engine._config.gradient_accumulation_steps = micro_batches
             engine.micro_steps = 0  # a window begins
         for _ in range(micro_batches):
             loss = compute_loss(engine, self._recipe, batch)
@@ -80,6 +82,7 @@ class Zero3Engine:
         """Free the model and the optimizer's states."""
         self._engine.destroy()
         self._engine = None
+        _forget_deepspeed_modules()
         _free_memory()
 
 
@@ -128,6 +131,16 @@ def compute_loss(model: Any, recipe: Recipe, batch: Batch) -> torch.Tensor:
     if not recipe.fused_loss:
         options["labels"] = batch["targets"]  # Hugging Face computes no loss without
     return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **options).loss
+
+
+def _forget_deepspeed_modules() -> None:
+    """Empty a list and a method's cache in which DeepSpeed keeps a destroyed engine, with its weights, alive."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for value in gc.get_objects():
+        if type(value) is functools._lru_cache_wrapper and value.__module__ == partitioned_param_coordinator.__name__:
+            value.cache_clear()
 
 
 def _free_memory() -> None:

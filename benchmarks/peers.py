@@ -153,7 +153,12 @@ def deepspeed_alst(kernel: str, config: Any, seq_length: int | None = None) -> I
 
     Yields:
         the `mpu` to pass to deepspeed.initialize.
+
+    Raises:
+        ValueError: there is one process.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise ValueError("DeepSpeed ALST splits rows over several processes: launch with torchrun --nproc_per_node 2")
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
     import deepspeed.utils.groups
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF

@@ -25,6 +25,7 @@ MODES = ("data_parallel", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 COLUMNS = (
     ("tokens", "seq_length", ","),
     ("method", "method", ""),
+    ("kernel", "kernel", ""),
     ("layers", "depth", ""),
     ("MFU", "mfu", ".1%"),
     ("× best peer", "vs_best_peer", ".2f"),
@@ -140,6 +141,7 @@ def measure(engine, batch, micro_batches: int, args: argparse.Namespace, world) 
         "step_seconds": world.largest(statistics.median(seconds)),
         "all_step_seconds": seconds,
         "loss": losses[0],
+        "losses": losses,
         "peak_memory_gib": world.largest(peak) if on_gpu else None,
     }
 
@@ -168,7 +170,7 @@ def extrapolate(rows: list[dict], args: argparse.Namespace, world) -> list[dict]
             continue
         per_layer = (depths[many]["step_seconds"] - depths[few]["step_seconds"]) / (many - few)
         fixed = depths[few]["step_seconds"] - few * per_layer
-        row = {name: depths[many][name] for name in ("seq_length", "method", "peer", "tokens_per_step")}
+        row = {name: depths[many][name] for name in ("seq_length", "method", "peer", "kernel", "tokens_per_step")}
         row |= {"layers": args.full_depth, "depth": f"{args.full_depth} from {few}, {many}"}
         row |= {"seconds_per_layer": per_layer, "fixed_seconds": fixed}
         row["step_seconds"] = fixed + args.full_depth * per_layer
@@ -192,8 +194,11 @@ def add_ratios(rows: list[dict]) -> None:
 
 def run_recipe(recipe, layers: int, args: argparse.Namespace, world, budget) -> list[dict]:
     """Build the model once and measure it at every length, the shortest first."""
+    import torch
     from engines import PlainEngine, Zero3Engine, make_batch
     from recipes import applied, build_model
+
+    from easy_context.kernels import select_kernel
 
     least = args.tokens_per_step or (262144 if world.size > 1 else 0)
     rows = [
@@ -216,6 +221,12 @@ def run_recipe(recipe, layers: int, args: argparse.Namespace, world, budget) -> 
         return Zero3Engine(model, recipe, world, mpu, args.batch_size)
 
     def run() -> None:
+        head_dim = args.hidden_size // args.heads
+        kernel = recipe.kernel
+        if not recipe.alst:
+            kernel = select_kernel(kernel, world.device, torch.bfloat16, head_dim).name
+        for row in rows:
+            row["kernel"] = kernel
         with applied(recipe, config) as mpu:
             engine, problem = world.attempt(functools.partial(build, mpu))
             for row in rows:
