@@ -14,9 +14,10 @@ from easy_context.kernels import KERNELS, AttentionMask, select_kernel
 CAUSAL, FULL = AttentionMask(causal=True), AttentionMask(causal=False)
 CPU_KERNELS = ("reference", "cpu")
 GPU_KERNELS = ("flash_attn_4", "cudnn", "torch_flash", "flash_attn")
-# Relative norm against float64 on the same (rounded) inputs: a few roundings of the dtype. lse is float32 always.
+# Relative norm against float64 on the same (rounded) inputs: a few roundings of the dtype. lse is float32 or wider, and
+# its largest error is absolute.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-LSE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
+LSE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 1e-3}
 
 cpu_kernels = pytest.mark.parametrize("name", CPU_KERNELS)
 gpu_kernels = pytest.mark.parametrize("name", GPU_KERNELS)
@@ -57,7 +58,7 @@ def assert_close_to_float64(name, device, dtype, shape, seed):
         expected = attention_with_gradients(q, k, v, dout, scale, mask.causal)
         out, lse, *gradients = run_kernel(kernel, q, k, v, dout, scale, mask)
         case = f"seed={seed} {name} {dtype} {shape=} {mask=} {seq_k=}"
-        assert (lse.double() - expected.lse).abs().max() < LSE_TOLERANCE[dtype] * 10, case
+        assert (lse.double() - expected.lse).abs().max() < LSE_TOLERANCE[dtype], case
         for what, actual in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
             error = relative_error(actual, getattr(expected, what))
             if seq_k == 1 and what in ("dq", "dk"):  # one key: the right gradient is exactly 0

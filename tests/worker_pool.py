@@ -115,7 +115,10 @@ class WorkerPool:
             if not worker.started:
                 if not worker.connection.poll(SECONDS_TO_START):
                     raise WorkerError(f"a worker did not start in {SECONDS_TO_START:.0f} s")
-                worker.connection.recv_bytes()
+                try:
+                    worker.connection.recv_bytes()
+                except EOFError:
+                    raise WorkerError("a worker died while it started; its traceback is on stderr") from None
                 worker.started = True
         return self._workers[:count]
 
