@@ -153,14 +153,17 @@ def main() -> None:
         log.write(record)
         if not (loss < float("inf") and grad_norm < float("inf")):  # NaN compares false
             log.close()
-            raise SystemExit(
+            accelerator.state.destroy_process_group()
+            message = (
                 f"step {step}: loss {loss}, gradient norm {grad_norm}. Training stopped and saved nothing more; lower "
                 "--learning-rate, raise --warmup-steps or look at the rows of this step"
             )
+            raise SystemExit(message if accelerator.is_main_process else 1)
 
+    log.close()
     save_model(accelerator, model, load_tokenizer(args.model) if accelerator.is_main_process else None, args.output_dir)
     accelerator.print(f"saved the model in {args.output_dir}")
-    log.close()
+    accelerator.state.destroy_process_group()
 
 
 if __name__ == "__main__":

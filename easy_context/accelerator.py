@@ -23,21 +23,38 @@ def build_accelerator(args: Namespace) -> Any:
     Returns:
         An `accelerate.Accelerator` whose process group is initialised (gloo without CUDA) when launched on several
         processes.
+
+    Raises:
+        RuntimeError: Accelerate sees another number of processes than were launched.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     trackers = {"none": None, "all": ["wandb", "tensorboard"]}.get(args.report_to, args.report_to)
     group_options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT}
-    if not torch.cuda.is_available() and "WORLD_SIZE" in os.environ:
+    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and "WORLD_SIZE" in os.environ:
         group_options["backend"] = "gloo"  # without it Accelerate believes that there is one process
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns on each process that it found no GPU
+    if on_cpu and with_deepspeed:
         _compile_nothing_on_cpu()
     accelerator = Accelerator(
+        # cpu=True wraps models in DDP; without it a launch by torchrun would train apart on every process. It also
+        # switches DeepSpeed off.
+        cpu=on_cpu and not with_deepspeed,
         gradient_accumulation_steps=args.gradient_accumulate_every,
         mixed_precision=args.mixed_precision,
         log_with=trackers,
         project_dir=args.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(**group_options)],
     )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != launched:
+        raise RuntimeError(
+            f"WORLD_SIZE is {launched}, but Accelerate sees {accelerator.num_processes} processes: start train.py with "
+            "`accelerate launch` or torchrun, which set RANK and LOCAL_RANK too, or unset WORLD_SIZE"
+        )
     if accelerator.state.deepspeed_plugin is not None:
         _configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, args)
     _set_up_logs(accelerator.is_main_process)
@@ -46,7 +63,11 @@ def build_accelerator(args: Namespace) -> Any:
 
 def _set_up_logs(is_main_process: bool) -> None:
     """Let rank 0 say what this package chose, and keep out what libraries say of their own calls, hundreds of times."""
+    from transformers.utils.logging import disable_progress_bar
+
     logging.basicConfig(format="%(message)s")
+    if not is_main_process:
+        disable_progress_bar()  # of loading weights
     logging.getLogger("easy_context").setLevel(logging.INFO if is_main_process else logging.WARNING)
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -55,10 +76,9 @@ def _set_up_logs(is_main_process: bool) -> None:
 
 def _compile_nothing_on_cpu() -> None:
     """DeepSpeed would build a shared-memory collective with the C++ compiler at first use; gloo serves as well."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        import deepspeed
+    import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _configure_deepspeed(config: dict[str, Any], args: Namespace) -> None:
@@ -69,6 +89,8 @@ def _configure_deepspeed(config: dict[str, Any], args: Namespace) -> None:
     config.pop("scheduler", None)
     optimizer = config.setdefault("optimizer", {"type": "AdamW"})
     parameters = optimizer.setdefault("params", {})
+    # Accelerate fills in only values that are "auto".
+    parameters["lr"], parameters["weight_decay"] = args.learning_rate, args.weight_decay
     parameters["betas"] = list(args.adam_betas)
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
     if not torch.cuda.is_available() or offload == "none":

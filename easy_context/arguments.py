@@ -1,20 +1,29 @@
-"""train.py's flags, and every check of them, before anything heavy loads."""
+"""train.py's flags; argument_checks.py holds what is checked before anything heavy loads."""
 
 import argparse
-import math
 import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+# As in modes/ and kernels/, spelled out here so that --help need not import PyTorch; a test compares them.
 MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "data_parallel")
 KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong on one of the launched processes only."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and `message` on rank 0, and exit with code 2."""
+        if _is_main_process():
+            super().error(message)
+        _leave_to_main_process()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of train.py; each flag has a default, shown by --help."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description="Train a Hugging Face language model on long rows, each split over several processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -59,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     how = parser.add_argument_group("parallelism, speed and memory")
     how.add_argument(
-        "--parallel_mode", choices=MODES, default="zigzag_ring_attn", help="how a row is split over processes"
+        "--parallel_mode",
+        "--parallel-mode",
+        choices=MODES,
+        default="zigzag_ring_attn",
+        help="how a row is split over processes",
     )
     how.add_argument(
         "--sequence-parallel-size",
@@ -122,156 +135,23 @@ def check_arguments(args: argparse.Namespace) -> Any:
     Returns:
         The model's config, with the RoPE base and window that the flags ask for.
     """
+    from .argument_checks import find_problems
+
     problems, config = find_problems(args, int(os.environ.get("WORLD_SIZE", "1")))
+    if problems and not _is_main_process():
+        _leave_to_main_process()
     if problems:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
-            sys.stderr.flush()
-        else:
-            time.sleep(5)  # the launcher ends all ranks when one exits; let rank 0 speak first
+        print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
+        sys.stderr.flush()
         sys.exit(2)
     return config
 
 
-def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str], Any]:
-    """All problems of these arguments on `world_size` processes, each naming flag, value and remedy, and the config."""
-    problems = _number_problems(args)
-    problems += _output_problems(args)
-    size, problem = _sequence_parallel_size(args, world_size)
-    problems += problem
-    config, problem = _load_config(args.model)
-    problems += problem
-    if config is not None and not problems:
-        problems += _model_problems(args, config, size)
-    problems += _dataset_problems(args, config)
-    return problems, config
+def _is_main_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
-def _number_problems(args: argparse.Namespace) -> list[str]:
-    problems = []
-    at_least_one = (
-        "seq_length",
-        "batch_size",
-        "gradient_accumulate_every",
-        "max_train_steps",
-        "eval_every",
-        "log_every",
-    )
-    not_negative = ("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate")
-    for names, least in ((at_least_one, 1), (not_negative, 0)):
-        for name in names:
-            value = getattr(args, name)
-            if not (math.isfinite(value) and value >= least):
-                problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
-        problems.append(f"--rope-theta {args.rope_theta} must be positive")
-    if not all(0 <= beta < 1 for beta in args.adam_betas):
-        problems.append(f"--adam-betas {args.adam_betas} must lie in [0, 1)")
-    if args.wandb and args.report_to not in ("wandb", "all"):
-        problems.append(f"--wandb {args.wandb} has no effect with --report-to {args.report_to}: use wandb or all")
-    if args.mlp_tile_size and args.gradient_checkpointing == "none":
-        problems.append(
-            f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload: without it the MLP "
-            "would be computed twice"
-        )
-    return problems
-
-
-def _output_problems(args: argparse.Namespace) -> list[str]:
-    from .checkpoints import is_finished
-
-    output_dir = Path(args.output_dir)
-    existing = output_dir
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [f"--output-dir {args.output_dir} cannot be written: {existing} is no folder that you may write to"]
-    if is_finished(output_dir) and not args.overwrite:
-        return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
-    return []
-
-
-def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[int, list[str]]:
-    size = args.sequence_parallel_size
-    if args.parallel_mode == "data_parallel":
-        if size not in (None, 1):
-            return 1, [f"--sequence-parallel-size {size} has no meaning with data_parallel: leave it out"]
-        return 1, []
-    size = world_size if size is None else size
-    if size < 1 or world_size % size:
-        return 1, [
-            f"--sequence-parallel-size {size} must divide the number of processes, {world_size}: launch a multiple of "
-            f"it (--num_processes) or choose a divisor of {world_size}"
-        ]
-    return size, []
-
-
-def _load_config(model: str) -> tuple[Any, list[str]]:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model), []
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        return None, [f"--model {model} has no config that loads ({first_line}): give a hub name or a model's folder"]
-
-
-def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
-    """What this model cannot do with these flags; also sets the RoPE base in `config`."""
-    from .huggingface import modeling_module, refuse_model_features
-    from .kernels import check_kernel_name
-    from .modes import get_mode
-    from .rope import set_rope_theta
-
-    problems = []
-    checks = (
-        lambda: modeling_module(config.model_type),
-        lambda: check_kernel_name(args.attn_kernel),
-        lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
-        lambda: refuse_model_features(config, args.seq_length, size),
-        lambda: set_rope_theta(config, args.rope_theta, args.seq_length),
-        lambda: _check_dropout(config),
-        lambda: _check_liger(args, config),
-    )
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            problems.append(f"--model {args.model}: {error}" if "--" not in str(error) else str(error))
-    return problems
-
-
-def _check_dropout(config: Any) -> None:
-    dropout = getattr(config, "attention_dropout", 0.0)
-    if dropout:
-        raise ValueError(
-            f"attention dropout {dropout} cannot be honoured: set attention_dropout to 0 in its config.json"
-        )
-
-
-def _check_liger(args: argparse.Namespace, config: Any) -> None:
-    from .liger import liger_available, liger_refusal
-
-    refusal = liger_refusal(config)
-    if args.liger is None:
-        args.liger = liger_available() and refusal is None
-    elif args.liger and not liger_available():
-        raise ValueError("--liger needs a CUDA device and the package liger-kernel: install it, or use --no-liger")
-    elif args.liger and refusal:
-        raise ValueError(f"--liger: {refusal}; use --no-liger")
-
-
-def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
-    from .data import check_token_ids, load_rows
-
-    problems = []
-    for flag, name in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
-        if name is None:
-            continue
-        try:
-            rows = load_rows(name, flag)
-            if config is not None:
-                check_token_ids(rows, config.vocab_size, flag)
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
+def _leave_to_main_process() -> NoReturn:
+    """Exit after rank 0 has spoken: the launcher ends all processes as soon as one exits."""
+    time.sleep(5)
+    sys.exit(2)

@@ -32,8 +32,9 @@ def prepare_output_dir(args: Namespace) -> None:
 def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
     """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
 
-    Every rank calls it. The files are complete before any takes its final name, and `config.json` comes last, so that a
-    run that is killed leaves what was there before or a whole model.
+    Every rank calls it. All files are written into the folder `saving` first, so that a run that dies meanwhile leaves
+    an earlier model as it was. Then they are renamed into place, an earlier `config.json` going first and the new one
+    coming last: where there is a `config.json`, the model is whole.
 
     Args:
         accelerator: the Accelerator.
@@ -48,10 +49,12 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
         accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        (target / MODEL_CONFIG).unlink(missing_ok=True)
         for old in [*target.glob("model*.safetensors"), *target.glob("model*.index.json")]:
-            if not (partial / old.name).exists():
-                old.unlink()  # shards of another count would be found beside the new ones
+            old.unlink()  # shards of another count would be found beside the new ones
         for path in sorted(partial.iterdir(), key=lambda path: path.name == MODEL_CONFIG):
+            if (target / path.name).is_dir():  # a tokenizer's chat templates
+                shutil.rmtree(target / path.name)
             os.replace(path, target / path.name)
         partial.rmdir()
     accelerator.wait_for_everyone()
@@ -64,6 +67,6 @@ def load_tokenizer(name_or_path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        print(f"no tokenizer is saved with the model: {name_or_path} has none that loads ({first_line})")
+        first_line = str(error).strip().splitlines()[0].rstrip(": ")
+        print(f"no tokenizer is saved with the model, because {name_or_path} has none that loads ({first_line})")
         return None

@@ -13,6 +13,7 @@ from .mesh import Mesh
 
 Batch = dict[str, torch.Tensor]
 _COLUMNS = ("input_ids", "labels")
+_EXPECTED = "give a hub name, a folder of save_to_disk, or parquet, json or jsonl files of one kind"
 _FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _TOKENS_CHECKED = 100_000_000  # token ids are checked in the first so many before training, and in every batch
 
@@ -50,28 +51,23 @@ def _load(name: str, flag: str) -> Any:
     import datasets
 
     path = Path(name)
+    saved = _is_saved_dataset(path)
+    files = _data_files(path, flag) if path.exists() and not saved else []
     try:
-        if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        if saved:
             loaded = datasets.load_from_disk(name)
-        elif path.exists():
-            files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in _FILE_TYPES)
-            kinds = {_FILE_TYPES.get(file.suffix) for file in files}
-            if len(kinds) != 1 or None in kinds:
-                raise ValueError(
-                    f"{flag} {name}: expected parquet, json or jsonl files of one kind, or save_to_disk's folder"
-                )
-            loaded = datasets.load_dataset(kinds.pop(), data_files=[str(file) for file in files])
-        elif os.sep in name and (name.startswith((os.sep, ".", "~")) or name.count(os.sep) > 1):
-            raise ValueError(f"{flag} {name}: no such file or folder")
+        elif files:
+            loaded = datasets.load_dataset(_FILE_TYPES[files[0].suffix], data_files=[str(file) for file in files])
+        elif name.startswith((os.sep, ".", "~")) or name.count(os.sep) > 1:
+            raise FileNotFoundError("no such file or folder")
         else:
             loaded = datasets.load_dataset(name)
-    except (
-        OSError,
-        ConnectionError,
-        datasets.exceptions.DatasetNotFoundError,
-        datasets.exceptions.DataFilesNotFoundError,
-    ) as e:
-        raise ValueError(f"{flag} {name}: neither a local path nor a dataset that the hub gives ({e})") from e
+    except StopIteration as error:  # what an empty file gives
+        raise ValueError(f"{flag} {name} has no rows") from error
+    except Exception as error:  # malformed files and unknown hub names raise a dozen types
+        reason = error.__cause__ or error
+        first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        raise ValueError(f"{flag} {name} cannot be read as a dataset ({first_line}): {_EXPECTED}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded and len(loaded) != 1:
             raise ValueError(
@@ -79,6 +75,22 @@ def _load(name: str, flag: str) -> Any:
             )
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     return loaded
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+
+
+def _data_files(path: Path, flag: str) -> list[Path]:
+    """The parquet, json or jsonl files that `path` is or holds, all of one kind."""
+    if path.is_dir() and (parts := sorted(str(part) for part in path.iterdir() if _is_saved_dataset(part))):
+        raise ValueError(f"{flag} {path} is a folder of several datasets: name one of {', '.join(parts)}")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _FILE_TYPES)
+    kinds = {_FILE_TYPES.get(file.suffix) for file in files}
+    if len(kinds) != 1 or None in kinds:
+        found = ", ".join(sorted({file.suffix or file.name for file in files})) or "nothing of the kind"
+        raise ValueError(f"{flag} {path} holds {found}: {_EXPECTED}")
+    return files
 
 
 def check_token_ids(dataset: Any, vocab_size: int, flag: str = "--dataset") -> None:
@@ -89,21 +101,22 @@ def check_token_ids(dataset: Any, vocab_size: int, flag: str = "--dataset") -> N
         vocab_size: of the model.
         flag: for the error.
     """
-    import pyarrow.compute
+    import pyarrow.compute as pc
 
     seen = 0
-    for table in dataset.with_format("arrow").iter(batch_size=64):
-        extremes = pyarrow.compute.min_max(table["input_ids"].combine_chunks().flatten()).as_py()
+    for table in dataset.with_format("arrow").iter(batch_size=16):
+        tokens = pc.list_flatten(table["input_ids"])
+        extremes = pc.min_max(tokens).as_py()
         _refuse_ids(extremes["min"], extremes["max"], vocab_size, flag)
-        seen += len(table["input_ids"].combine_chunks().flatten())
+        seen += len(tokens)
         if seen >= _TOKENS_CHECKED:
             break
 
 
-def _refuse_ids(least: int | None, most: int | None, vocab_size: int, flag: str) -> None:
+def _refuse_ids(least: int | None, most: int | None, vocab_size: int, flag: str, what: str = "token ids") -> None:
     if least is not None and (least < 0 or most >= vocab_size):
         raise ValueError(
-            f"{flag} holds token ids from {least} to {most}, but the model's vocabulary has {vocab_size}: the rows "
+            f"{flag} holds {what} from {least} to {most}, but the model's vocabulary has {vocab_size}: the rows "
             "were tokenised for another model"
         )
 
@@ -170,9 +183,9 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
         hides from every real token.
 
     Raises:
-        ValueError: a token id outside the vocabulary, or labels of another length than their row.
+        ValueError: a token id or label outside the vocabulary, or labels of another length than their row.
     """
-    longest = min(seq_length, max(len(row["input_ids"]) for row in rows))
+    longest = min(seq_length, max(1, *(len(row["input_ids"]) for row in rows)))
     input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORE_INDEX)
     for i, row in enumerate(rows):
@@ -181,13 +194,17 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
             raise ValueError(f"{flag}: a row has {len(ids)} input_ids and {len(targets)} labels")
         length = min(len(ids), longest)
         input_ids[i, :length], labels[i, :length] = ids[:length], targets[:length]
-    _refuse_ids(int(input_ids.min()), int(input_ids.max()), vocab_size, flag)
+    targets = labels.where(labels != IGNORE_INDEX, 0)
+    for ids, what in ((input_ids, "token ids"), (targets, "labels")):
+        _refuse_ids(int(ids.min()), int(ids.max()), vocab_size, flag, what)
     return {"input_ids": input_ids, "labels": labels}
 
 
 def describe_lengths(dataset: Any, seq_length: int) -> str | None:
     """A sentence about rows that will be cut or padded, or None if the first thousand all have seq_length tokens."""
-    lengths = [len(row["input_ids"]) for row in dataset.select(range(min(1000, len(dataset))))]
+    import pyarrow.compute as pc
+
+    lengths = pc.list_value_length(dataset.with_format("arrow")[:1000]["input_ids"]).to_pylist()  # reads no tokens
     cut, padded = sum(n > seq_length for n in lengths), sum(n < seq_length for n in lengths)
     if not cut and not padded:
         return None

@@ -133,7 +133,9 @@ class MetricsLog:
             settings = {
                 key: str(value) if isinstance(value, (list, tuple)) else value for key, value in vars(args).items()
             }
-            accelerator.init_trackers(args.wandb or "easy-context", config=settings)
+            accelerator.init_trackers(
+                args.wandb or "easy-context", config=settings, init_kwargs={"wandb": {"dir": args.output_dir}}
+            )
         main = accelerator.is_main_process
         self._file = open(Path(args.output_dir) / "metrics.jsonl", "a") if main else None  # noqa: SIM115
         self._bar = tqdm(total=args.max_train_steps, unit="step", disable=not main)
@@ -143,18 +145,21 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        report = record["step"] % self._log_every == 0 or "eval_loss" in record
+        if report:
+            self._bar.set_postfix_str(describe(record), refresh=False)
         self._bar.update()
-        if record["step"] % self._log_every == 0 or "eval_loss" in record:
-            self._bar.set_postfix_str(describe(record))
+        if report:
             values = {key: value for key, value in record.items() if key not in ("step", "time") and value is not None}
             self._accelerator.log(values, step=record["step"])
 
     def close(self) -> None:
-        """Finish the bar, the file and the trackers; collectives end here, too (`Accelerator.end_training`)."""
+        """Finish the bar, the file and the trackers."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
-        self._accelerator.end_training()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
 
 
 def describe(record: dict[str, Any]) -> str:

@@ -53,7 +53,8 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     for kernel in _KERNELS.values():
         reason = kernel.unsupported_reason(device, dtype, head_dim)
         if reason is None:
-            why = f" (not {'; not '.join(passed_over)})" if passed_over else ""
+            # On a CPU nobody wonders why the kernels for CUDA are not used.
+            why = f" (not {'; not '.join(passed_over)})" if passed_over and device.type == "cuda" else ""
             logger.info("attention kernel: %s%s", kernel.name, why)
             return kernel
         passed_over.append(f"{kernel.name}: {reason}")

@@ -1,0 +1,186 @@
+"""Every check of train.py's flags that needs no model weights; each problem names flag, value and remedy."""
+
+import argparse
+import importlib.util
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str], Any]:
+    """Check everything at once.
+
+    Args:
+        args: from `parse_arguments`; `liger` is settled here.
+        world_size: processes of the launch.
+
+    Returns:
+        All problems, and the model's config with the RoPE base and window that the flags ask for (None without one).
+    """
+    numbers = _number_problems(args)
+    problems = numbers + _output_problems(args) + _tracker_problems(args)
+    size, problem = _sequence_parallel_size(args, world_size)
+    problems += problem
+    config, problem = _load_config(args.model)
+    problems += problem
+    if config is not None and size is not None and not numbers:
+        problems += _model_problems(args, config, size)
+    problems += _dataset_problems(args, config)
+    return problems, config
+
+
+def _number_problems(args: argparse.Namespace) -> list[str]:
+    problems = []
+    at_least_one = (
+        "seq_length",
+        "batch_size",
+        "gradient_accumulate_every",
+        "max_train_steps",
+        "eval_every",
+        "log_every",
+    )
+    not_negative = ("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate")
+    for names, least in ((at_least_one, 1), (not_negative, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if not (math.isfinite(value) and value >= least):
+                problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
+        problems.append(f"--rope-theta {args.rope_theta} must be positive")
+    if not 0 <= args.seed < 2**32:  # numpy takes no other
+        problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
+    if not all(0 <= beta < 1 for beta in args.adam_betas):
+        problems.append(f"--adam-betas {args.adam_betas} must lie in [0, 1)")
+    if args.mlp_tile_size and args.gradient_checkpointing == "none":
+        problems.append(
+            f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload: without it the MLP "
+            "would be computed twice"
+        )
+    return problems
+
+
+def _output_problems(args: argparse.Namespace) -> list[str]:
+    from .checkpoints import is_finished
+
+    output_dir = Path(args.output_dir)
+    existing = output_dir
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # the mode bits do not know of read-only or full disks
+    except OSError as error:
+        return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
+    if is_finished(output_dir) and not args.overwrite:
+        return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
+    return []
+
+
+def _tracker_problems(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.wandb and args.report_to not in ("wandb", "all"):
+        problems.append(f"--wandb {args.wandb} has no effect with --report-to {args.report_to}: use wandb or all")
+    for tracker in ("wandb", "tensorboard"):
+        # Accelerate would leave a tracker out without a word.
+        if args.report_to in (tracker, "all") and importlib.util.find_spec(tracker) is None:
+            problems.append(
+                f"--report-to {args.report_to} needs the package {tracker}: pip install {tracker}, or choose another"
+            )
+    return problems
+
+
+def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[int | None, list[str]]:
+    """Processes that share a row, None if the flag is wrong."""
+    size = args.sequence_parallel_size
+    if args.parallel_mode == "data_parallel":
+        if size not in (None, 1):
+            return None, [
+                f"--sequence-parallel-size {size} has no meaning with --parallel_mode data_parallel, which never "
+                "splits a row: leave it out or choose another mode"
+            ]
+        return 1, []
+    size = world_size if size is None else size
+    if size < 1 or world_size % size:
+        return None, [
+            f"--sequence-parallel-size {size} must divide the number of processes, {world_size}: launch a multiple of "
+            f"it (--num_processes) or choose a divisor of {world_size}"
+        ]
+    return size, []
+
+
+def _load_config(model: str) -> tuple[Any, list[str]]:
+    from transformers import AutoConfig
+
+    folder = Path(model)
+    if not folder.is_dir() and (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        return None, [f"--model {model}: no such folder; give a hub name or the folder of a saved model"]
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return None, [f"--model {model} holds no config.json: give the folder of a saved model, or a hub name"]
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*")):
+        return None, [f"--model {model} holds no weights (model.safetensors or shards of it): save the model there"]
+    try:
+        return AutoConfig.from_pretrained(model), []
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        return None, [f"--model {model} has no config that loads ({first_line}): give a hub name or a model's folder"]
+
+
+def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
+    """What this model cannot do with these flags; also sets the RoPE base in `config`."""
+    from .huggingface import modeling_module, refuse_model_features
+    from .kernels import check_kernel_name
+    from .modes import get_mode
+    from .rope import set_rope_theta
+
+    problems = []
+    checks = (
+        lambda: modeling_module(config.model_type),
+        lambda: check_kernel_name(args.attn_kernel),
+        lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
+        lambda: refuse_model_features(config, args.seq_length, size),
+        lambda: set_rope_theta(config, args.rope_theta, args.seq_length),
+        lambda: _check_dropout(config),
+        lambda: _check_liger(args, config),
+    )
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(f"--model {args.model}: {error}" if "--" not in str(error) else str(error))
+    return problems
+
+
+def _check_dropout(config: Any) -> None:
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout} cannot be honoured: set attention_dropout to 0 in its config.json"
+        )
+
+
+def _check_liger(args: argparse.Namespace, config: Any) -> None:
+    from .liger import liger_available, liger_refusal
+
+    refusal = liger_refusal(config)
+    if args.liger is None:
+        args.liger = liger_available() and refusal is None
+    elif args.liger and not liger_available():
+        raise ValueError("--liger needs a CUDA device and the package liger-kernel: install it, or use --no-liger")
+    elif args.liger and refusal:
+        raise ValueError(f"--liger: {refusal}; use --no-liger")
+
+
+def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
+    from .data import check_token_ids, load_rows
+
+    problems = []
+    for flag, name in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
+        if name is None:
+            continue
+        try:
+            rows = load_rows(name, flag)
+            if config is not None:
+                check_token_ids(rows, config.vocab_size, flag)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
