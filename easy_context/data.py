@@ -50,6 +50,8 @@ def load_rows(name: str, flag: str = "--dataset") -> Any:
 def _load(name: str, flag: str) -> Any:
     import datasets
 
+    if os.environ.get("RANK", "0") != "0":
+        datasets.disable_progress_bars()  # rank 0 shows them
     path = Path(name)
     saved = _is_saved_dataset(path)
     files = _data_files(path, flag) if path.exists() and not saved else []
@@ -62,7 +64,7 @@ def _load(name: str, flag: str) -> Any:
             raise FileNotFoundError("no such file or folder")
         else:
             loaded = datasets.load_dataset(name)
-    except StopIteration as error:  # what an empty file gives
+    except (StopIteration, IndexError) as error:  # what an empty file or folder gives
         raise ValueError(f"{flag} {name} has no rows") from error
     except Exception as error:  # malformed files and unknown hub names raise a dozen types
         reason = error.__cause__ or error
