@@ -111,6 +111,8 @@ def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[
 def _load_config(model: str) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
+    from .huggingface import modeling_module
+
     folder = Path(model)
     if not folder.is_dir() and (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
         return None, [f"--model {model}: no such folder; give a hub name or the folder of a saved model"]
@@ -119,22 +121,26 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*")):
         return None, [f"--model {model} holds no weights (model.safetensors or shards of it): save the model there"]
     try:
-        return AutoConfig.from_pretrained(model), []
+        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
         return None, [f"--model {model} has no config that loads ({first_line}): give a hub name or a model's folder"]
+    try:
+        modeling_module(config.model_type)
+    except ValueError as error:  # whose config may lack what the other checks read
+        return None, [f"--model {model}: {error}"]
+    return config, []
 
 
 def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
     """What this model cannot do with these flags; also sets the RoPE base in `config`."""
-    from .huggingface import modeling_module, refuse_model_features
+    from .huggingface import refuse_model_features
     from .kernels import check_kernel_name
     from .modes import get_mode
     from .rope import set_rope_theta
 
     problems = []
     checks = (
-        lambda: modeling_module(config.model_type),
         lambda: check_kernel_name(args.attn_kernel),
         lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
         lambda: refuse_model_features(config, args.seq_length, size),

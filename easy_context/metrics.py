@@ -1,7 +1,9 @@
 """What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
 
 import json
+import math
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -55,7 +57,9 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    if "Laptop" in name:  # slower than the card of the same number
+        return None
+    return next((flops for known, flops in PEAK_FLOPS.items() if re.search(rf"{known}\b", name)), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -143,7 +147,12 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            # JSON has no NaN.
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in record.items()
+            }
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         report = record["step"] % self._log_every == 0 or "eval_loss" in record
         if report:

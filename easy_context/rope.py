@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_COMPUTED_FROM_WINDOW = ("dynamic", "longrope")
+
 
 def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> None:
     """Set the RoPE base in a config so that it holds in the model built from it, in what is saved, and in a reload.
@@ -14,7 +16,8 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
         seq_length: `max_position_embeddings` is raised to this many tokens if it is smaller; None keeps it.
 
     Raises:
-        ValueError: theta is not positive, or the config has a base for each layer type.
+        ValueError: theta is not positive, the config has a base for each layer type, or raising the window would
+            change the scaling.
     """
     if theta is not None:
         if theta <= 0:
@@ -25,5 +28,12 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
                 f"--rope-theta cannot be set: {config.model_type} has RoPE parameters {sorted(parameters)}"
             )
         parameters["rope_theta"] = float(theta)
-    if seq_length is not None:
-        config.max_position_embeddings = max(config.max_position_embeddings, seq_length)
+    if seq_length is not None and seq_length > config.max_position_embeddings:
+        rope_type = config.rope_parameters.get("rope_type", "default")
+        if rope_type in _COMPUTED_FROM_WINDOW:
+            raise ValueError(
+                f"rope_type {rope_type!r} computes its scaling from max_position_embeddings, "
+                f"{config.max_position_embeddings}, which cannot be raised without changing it: use a --seq-length of "
+                "at most that, or rope_type default, linear, llama3 or yarn in the model's config.json"
+            )
+        config.max_position_embeddings = seq_length

@@ -1,0 +1,227 @@
+"""Flags and the checks of them: what a newcomer gets wrong must be said in one message, before anything loads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
+
+from easy_context import argument_checks, arguments
+from easy_context.arguments import build_parser, check_arguments, parse_arguments
+
+REPOSITORY = Path(__file__).parent.parent
+ORIGINAL_FLAGS = (
+    *("--batch-size", "--gradient-accumulate-every", "--output-dir", "--wandb", "--seed", "--max-train-steps"),
+    *("--learning-rate", "--rope-theta", "--model", "--dataset", "--seq-length", "--parallel_mode"),
+)
+FLAGS = (
+    *("--warmup-steps", "--weight-decay", "--lr-scheduler", "--max-grad-norm", "--adam-betas", "--report-to"),
+    *("--attn-kernel", "--gradient-checkpointing", "--eval-dataset", "--eval-every", "--log-every"),
+    *("--mixed-precision", "--sequence-parallel-size", "--keep-attention"),
+)
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    """Configs without weights, which the checks must not need, and rows."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("arguments")
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    configs = {
+        "llama": LlamaConfig(**small),
+        "dynamic": LlamaConfig(**small, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "yarn": LlamaConfig(**small, rope_parameters=yarn),
+        "dropout": LlamaConfig(**small, attention_dropout=0.1),
+        "window": MistralConfig(**small, sliding_window=16),
+        "unused-window": Qwen2Config(**small, use_sliding_window=False, sliding_window=16),
+    }
+    for name, config in configs.items():
+        config.save_pretrained(folder / name)
+        (folder / name / "model.safetensors").touch()  # the checks look for weights, and read none
+    gpt2 = folder / "gpt2"
+    gpt2.mkdir()
+    (gpt2 / "model.safetensors").touch()
+    (gpt2 / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 32}')
+    datasets.Dataset.from_dict({"input_ids": [list(range(32)), [1, 2, 3]]}).save_to_disk(folder / "rows")
+    datasets.Dataset.from_dict({"input_ids": [[1, 32]]}).save_to_disk(folder / "foreign")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(folder / "text")
+    datasets.Dataset.from_dict({"input_ids": [[1]]}).select([]).save_to_disk(folder / "empty")
+    (folder / "finished").mkdir()
+    (folder / "finished" / "config.json").write_text("{}")
+    (folder / "file").write_text("")
+    return folder
+
+
+def find_problems(assets: Path, *flags: str, world_size: int = 1):
+    """Checks with flags that are right except for those given."""
+    right = ["--model", str(assets / "llama"), "--dataset", str(assets / "rows"), "--seq-length", "32"]
+    args = parse_arguments([*right, "--output-dir", str(assets / "new"), *(flag.format(assets) for flag in flags)])
+    return argument_checks.find_problems(args, world_size)
+
+
+def test_help_is_quick_and_says_something_of_every_flag():
+    """Nothing heavy is imported for it; each flag has a sentence, and a default where it has one."""
+    program = (
+        "import runpy, sys; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "finally: assert not {'torch', 'transformers', 'datasets', 'accelerate'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for flag in ORIGINAL_FLAGS + FLAGS:
+        assert flag in result.stdout
+    assert "(default: 2e-05)" in result.stdout
+    for action in build_parser()._actions:
+        assert action.help and len(action.help.split()) > 1, action
+
+
+def test_the_originals_flags_and_defaults_parse():
+    args = parse_arguments([])
+    assert args.report_to == "none" and args.lr_scheduler == "constant" and args.mixed_precision == "bf16"
+    command = """--batch-size 1 --gradient-accumulate-every 4 --output-dir ./output/x --wandb EasyContext --seed 2027
+        --max-train-steps 90 --learning-rate 1e-5 --dataset PY007/rows --model output/y --seq-length 512000
+        --rope-theta 250000000 --parallel_mode zigzag_ring_attn"""
+    args = parse_arguments(command.split())
+    assert args.rope_theta == 250e6 and args.parallel_mode == "zigzag_ring_attn"
+    assert args.report_to == "wandb"
+
+
+def test_names_spelled_out_for_help_are_the_real_ones():
+    from easy_context.kernels import KERNELS
+    from easy_context.modes import MODES
+
+    assert set(arguments.MODES) == set(MODES)
+    assert list(arguments.KERNELS) == ["auto", *KERNELS]
+
+
+@pytest.mark.parametrize(
+    "flags, fragments",
+    [
+        (["--seq-length", "0"], ["--seq-length 0", "at least 1"]),
+        (["--batch-size", "-1"], ["--batch-size -1", "at least 1"]),
+        (["--gradient-accumulate-every", "0"], ["--gradient-accumulate-every 0"]),
+        (["--max-train-steps", "0"], ["--max-train-steps 0"]),
+        (["--log-every", "0"], ["--log-every 0"]),
+        (["--eval-every", "0"], ["--eval-every 0"]),
+        (["--warmup-steps", "-1"], ["--warmup-steps -1", "at least 0"]),
+        (["--learning-rate", "nan"], ["--learning-rate nan"]),
+        (["--weight-decay", "-0.1"], ["--weight-decay -0.1"]),
+        (["--max-grad-norm", "inf"], ["--max-grad-norm inf"]),
+        (["--rope-theta", "-1"], ["--rope-theta -1", "positive"]),
+        (["--adam-betas", "0.9", "1"], ["--adam-betas", "[0, 1)"]),
+        (["--seed", "-1"], ["--seed -1"]),
+        (["--mlp-tile-size", "8", "--gradient-checkpointing", "none"], ["--mlp-tile-size 8", "full or offload"]),
+        (["--output-dir", "{0}/file"], ["--output-dir", "another folder"]),
+        (["--output-dir", "/proc/easy_context"], ["--output-dir /proc/easy_context", "cannot be written"]),
+        (["--output-dir", "{0}/finished"], ["--output-dir", "finished model", "--overwrite"]),
+        (["--model", "{0}/nothing"], ["--model", "no such folder", "hub name"]),
+        (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),
+        (["--model", "{0}/window"], ["sliding_window=16", "32 tokens", "sliding_window = None"]),
+        (["--model", "{0}/dropout"], ["attention dropout 0.1", "attention_dropout to 0"]),
+        (["--dataset", "{0}/nothing"], ["--dataset", "no such file or folder"]),
+        (["--dataset", "{0}/empty"], ["--dataset", "no rows"]),
+        (["--dataset", "{0}/text"], ["--dataset", "['text']", "input_ids", "prepare_data.py"]),
+        (["--dataset", "{0}/foreign"], ["--dataset", "32", "vocabulary has 32", "another model"]),
+        (["--eval-dataset", "{0}/foreign"], ["--eval-dataset", "another model"]),
+        (["--wandb", "x", "--report-to", "none"], ["--wandb x", "--report-to none"]),
+        (["--sequence-parallel-size", "2", "--parallel_mode", "data_parallel"], ["--sequence-parallel-size 2"]),
+        (["--liger"], ["--liger", "--no-liger"]),
+    ],
+)
+def test_each_mistake_is_named_with_its_remedy(assets, flags, fragments):
+    problems, _ = find_problems(assets, *flags)
+    assert len(problems) == 1, problems
+    for fragment in fragments:
+        assert fragment in problems[0]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, fragments",
+    [
+        # Six query heads, two key-value heads.
+        (4, ["--parallel_mode", "ulysses_attn"], ["6", "4", "zigzag_ring_attn", "dist_flash_attn"]),
+        (8, ["--sequence-parallel-size", "3"], ["--sequence-parallel-size 3", "8", "--num_processes"]),
+        (2, ["--sequence-parallel-size", "4"], ["--sequence-parallel-size 4", "2"]),
+        (2, ["--sequence-parallel-size", "0"], ["--sequence-parallel-size 0"]),
+        (4, ["--seq-length", "7"], ["--seq-length 7", "at least 8"]),
+        (2, ["--model", "{0}/dynamic"], ["dynamic", "2 ranks", "yarn"]),
+    ],
+)
+def test_what_so_many_processes_cannot_do(assets, world_size, flags, fragments):
+    problems, _ = find_problems(assets, *flags, world_size=world_size)
+    assert len(problems) == 1, problems
+    for fragment in fragments:
+        assert fragment in problems[0]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags",
+    [
+        (1, []),
+        (2, ["--parallel_mode", "ulysses_attn"]),
+        (6, ["--parallel_mode", "ulysses_attn"]),  # more ranks than key-value heads, which are repeated
+        (3, ["--parallel_mode", "dist_flash_attn"]),
+        (8, ["--sequence-parallel-size", "4"]),
+        (8, ["--parallel_mode", "data_parallel"]),
+        (2, ["--model", "{0}/yarn", "--rope-theta", "5e5"]),
+        (1, ["--model", "{0}/unused-window"]),
+        (1, ["--model", "{0}/dynamic"]),
+        (1, ["--output-dir", "{0}/finished", "--overwrite"]),
+        (1, ["--output-dir", "{0}/deep/er/still"]),
+    ],
+)
+def test_what_works_has_no_problems(assets, world_size, flags):
+    problems, config = find_problems(assets, *flags, world_size=world_size)
+    assert problems == []
+    assert config.max_position_embeddings >= 32
+    assert not (assets / "new").exists() and not (assets / "deep").exists()  # checking writes nothing
+
+
+def test_the_config_that_comes_back_has_the_new_base_and_window(assets):
+    problems, config = find_problems(assets, "--rope-theta", "5e6", "--seq-length", "4096")
+    assert problems == []
+    assert config.rope_parameters["rope_theta"] == 5e6
+    assert config.max_position_embeddings == 4096
+
+
+def test_all_problems_are_reported_together(assets):
+    problems, _ = find_problems(
+        assets,
+        *("--batch-size", "0", "--dataset", "{0}/empty", "--output-dir", "{0}/finished", "--model", "{0}/nothing"),
+        *("--sequence-parallel-size", "5"),
+        world_size=2,
+    )
+    assert len(problems) == 5
+    for flag in ("--batch-size", "--dataset", "--output-dir", "--model", "--sequence-parallel-size"):
+        assert sum(problem.startswith(flag) for problem in problems) == 1
+
+
+def test_only_one_process_speaks(assets, monkeypatch, capsys):
+    args = parse_arguments(["--model", str(assets / "nothing"), "--dataset", str(assets / "empty")])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(SystemExit) as stop:
+            check_arguments(args)
+        assert stop.value.code == 2
+        message = capsys.readouterr().err
+        assert ("train.py cannot start" in message) == (rank == "0")
+        assert message.count("\n  - ") == (2 if rank == "0" else 0)
+        with pytest.raises(SystemExit) as stop:
+            parse_arguments(["--parallel_mode", "zigzag"])
+        assert stop.value.code == 2
+        message = capsys.readouterr().err
+        assert ("zigzag_ring_attn" in message) == (rank == "0")
