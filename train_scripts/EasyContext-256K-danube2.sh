@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 MODEL=${MODEL:-h2oai/h2o-danube2-1.8b-base}
 SHORT=${DATA:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_128K}
-LONG=${DATA:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_256K}
+LONG=${DATA:-PY007/slimpajama_mistral_tokenized_upsample_4096_chunk_1M}
 . train_scripts/stages.sh
 
 common=(--learning-rate 2e-5 --wandb EasyContext)
