@@ -6,6 +6,7 @@
 #   OUTPUT      folder of the stages' folders (default: output)
 #   EXTRA       more flags for every stage, e.g. EXTRA="--keep-attention cpu"
 
+command -v accelerate > /dev/null || PATH=$PWD/.venv/bin:$PATH # made by the quickstart, and not activated
 : "${CONFIG:=accelerate_configs/single_node.yaml}" "${OUTPUT:=output}" "${DRY_RUN:=0}" "${EXTRA:=}"
 
 # stage NAME FLAGS... : train $MODEL into $OUTPUT/NAME, then let MODEL be that; a finished stage is skipped.
