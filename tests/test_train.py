@@ -1,0 +1,147 @@
+"""train.py from its first line to its last, in this process: one rank, no launcher, no DeepSpeed."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, save_tiny_llama
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    import datasets
+
+    folder = tmp_path_factory.mktemp("train")
+    save_tiny_llama(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, VOCABULARY, (7, 48), generator=generator).tolist()
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder / "rows")
+    unlearnt = [[-100] * 48] * 7
+    datasets.Dataset.from_dict({"input_ids": rows, "labels": unlearnt}).save_to_disk(folder / "unlearnt")
+    return folder
+
+
+@pytest.fixture
+def train(assets, tmp_path, monkeypatch):
+    """`train(flags...)`: run train.main() with tiny rows, undo all it patched, and return its output folder."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    import train as script
+    from easy_context import (
+        remove_seq_parallel_monkey_patch,
+        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+    )
+
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def run(*flags: str) -> Path:
+        output_dir = tmp_path / "out"
+        usual = [
+            *("--model", str(assets / "model"), "--dataset", str(assets / "rows"), "--output-dir", str(output_dir)),
+            *("--seq-length", "48", "--max-train-steps", str(STEPS), "--gradient-accumulate-every", "2"),
+            *("--learning-rate", "1e-3", "--mixed-precision", "no"),
+        ]
+        monkeypatch.setattr(sys, "argv", ["train.py", *usual, *flags])
+        try:
+            script.main()
+        finally:
+            remove_seq_parallel_monkey_patch()
+            remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+        return output_dir
+
+    return run
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_repeated_exactly_and_another_seed_takes_other_rows(train):
+    flags = ["--overwrite"]
+    losses = [[record["loss"] for record in metrics(train(*flags, "--seed", seed))] for seed in ("5", "5", "6")]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+@pytest.mark.parametrize("how", [("none", "gpu"), ("full", "none"), ("full", "gpu"), ("offload", "cpu")])
+def test_checkpointing_changes_nothing(train, how):
+    expected = metrics(train("--gradient-checkpointing", "none"))
+    got = metrics(train("--gradient-checkpointing", how[0], "--keep-attention", how[1], "--overwrite"))
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in got] == [record[key] for record in expected]
+
+
+def test_accumulation_is_a_larger_batch(train):
+    """Also where an epoch ends inside a step: seven rows, four a step."""
+    many = metrics(train("--batch-size", "1", "--gradient-accumulate-every", "4"))
+    one = metrics(train("--batch-size", "4", "--gradient-accumulate-every", "1", "--overwrite"))
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in many] == pytest.approx([record[key] for record in one], rel=1e-5)
+
+
+def test_bf16_trains_float32_weights_near_the_float32_run(train):
+    from safetensors.torch import load_file
+
+    expected = metrics(train())
+    output_dir = train("--mixed-precision", "bf16", "--overwrite")
+    got = metrics(output_dir)
+    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in expected], rel=0.02)
+    assert got != expected
+    assert {value.dtype for value in load_file(output_dir / "model.safetensors").values()} == {torch.float32}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(train, tmp_path):
+    output_dir = train()
+    saved = (output_dir / "model.safetensors").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        train("--learning-rate", "1e30", "--max-train-steps", "9", "--overwrite")
+    assert str(stop.value.code).startswith("step 2: loss nan") and "--learning-rate" in str(stop.value.code)
+    lines = metrics(output_dir)
+    assert [record["step"] for record in lines] == [1, 2]
+    assert math.isfinite(lines[0]["loss"]) and lines[1]["loss"] is None
+    assert (output_dir / "model.safetensors").read_bytes() == saved
+
+
+def test_rows_without_any_target_are_no_nan(train, assets):
+    output_dir = train("--dataset", str(assets / "unlearnt"), "--eval-dataset", str(assets / "unlearnt"))
+    for record in metrics(output_dir):
+        assert record["loss"] == 0 and record["grad_norm"] == 0 and record["valid_tokens"] == 0
+    assert metrics(output_dir)[-1]["eval_loss"] == 0
+
+
+def test_learning_rates_are_the_flags(train):
+    flags = ["--warmup-steps", "2", "--lr-scheduler", "linear", "--learning-rate", "6e-4", "--max-train-steps", "5"]
+    rates = [record["learning_rate"] for record in metrics(train(*flags))]
+    assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 4e-4, 2e-4])
+
+
+def test_tensorboard_gets_every_reported_step(train):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output_dir = train("--report-to", "tensorboard", "--log-every", "2", "--max-train-steps", "4")
+    (folder,) = {path.parent for path in output_dir.rglob("events.out.tfevents*") if path.parent.name == "easy-context"}
+    events = EventAccumulator(str(folder)).Reload()
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    expected = {record["step"]: record["loss"] for record in metrics(output_dir)}
+    assert logged == pytest.approx({step: expected[step] for step in (2, 4)}, rel=1e-6)
+
+
+def test_wandb_without_a_key_neither_asks_nor_waits(train, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "")  # restored afterwards, whatever the run sets
+    monkeypatch.setattr(sys, "stdin", None)  # a question would fail
+    output_dir = train("--wandb", "long context")
+    assert "offline" in capsys.readouterr().out
+    assert list(output_dir.rglob("*.wandb"))
+    assert len(metrics(output_dir)) == STEPS
