@@ -15,10 +15,9 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong on one of the launched processes only."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and `message` on rank 0, and exit with code 2."""
-        if _is_main_process():
-            super().error(message)
-        _leave_to_main_process()
+        """Print usage and `message`, and exit with code 2."""
+        _let_first_process_speak()
+        super().error(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,20 +137,17 @@ def check_arguments(args: argparse.Namespace) -> Any:
     from .argument_checks import find_problems
 
     problems, config = find_problems(args, int(os.environ.get("WORLD_SIZE", "1")))
-    if problems and not _is_main_process():
-        _leave_to_main_process()
     if problems:
+        _let_first_process_speak()
         print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
-        sys.stderr.flush()
         sys.exit(2)
     return config
 
 
-def _is_main_process() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+def _let_first_process_speak() -> None:
+    """Wait, except on the first process of each machine, which meets the same problem and says so.
 
-
-def _leave_to_main_process() -> NoReturn:
-    """Exit after rank 0 has spoken: the launcher ends all processes as soon as one exits."""
-    time.sleep(5)
-    sys.exit(2)
+    The launcher ends all processes as soon as one exits, so this returns only where the first process has no problem.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(30)
