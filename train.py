@@ -16,6 +16,8 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 `python train.py --help` lists the flags.
 """
 
+import sys
+
 from easy_context.arguments import check_arguments, parse_arguments
 
 
@@ -152,13 +154,15 @@ def main() -> None:
             meter.restart()
         log.write(record)
         if not (loss < float("inf") and grad_norm < float("inf")):  # NaN compares false
-            log.close()
-            accelerator.state.destroy_process_group()
-            message = (
-                f"step {step}: loss {loss}, gradient norm {grad_norm}. Training stopped and saved nothing more; lower "
-                "--learning-rate, raise --warmup-steps or look at the rows of this step"
+            accelerator.print(
+                f"\nstep {step}: loss {loss}, gradient norm {grad_norm}. Training stopped and saved nothing more; "
+                "lower --learning-rate, raise --warmup-steps or look at the rows of this step",
+                file=sys.stderr,
             )
-            raise SystemExit(message if accelerator.is_main_process else 1)
+            log.close()
+            accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
+            accelerator.state.destroy_process_group()
+            sys.exit(1)
 
     log.close()
     save_model(accelerator, model, load_tokenizer(args.model) if accelerator.is_main_process else None, args.output_dir)

@@ -217,3 +217,18 @@ def test_what_cannot_work_is_said_once_and_nothing_is_written(assets):
         assert f"  - {flag}" in result.stderr, result.stderr
     assert 'train.py", line' not in result.stderr
     assert not output_dir.exists()
+
+
+def test_a_loss_that_is_not_finite_is_said_once(assets):
+    output_dir = assets / "diverged"
+    flags = [
+        *("--model", str(assets / "model"), "--dataset", str(assets / "rows"), "--seq-length", str(SEQ_LENGTH)),
+        *("--learning-rate", "1e30", "--mixed-precision", "no", "--output-dir", str(output_dir)),
+        *("--gradient-accumulate-every", "1"),
+    ]
+    result = launch(2, flags)
+    assert result.returncode != 0
+    assert result.stderr.count("step 2: loss nan") == 1, result.stderr
+    assert 'train.py", line' not in result.stderr
+    assert [record["step"] for record in metrics(output_dir)] == [1, 2]
+    assert not (output_dir / "config.json").exists()
