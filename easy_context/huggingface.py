@@ -46,6 +46,9 @@ def modeling_module(model_type: str) -> Any:
 def rebind(model_type: str, name: str, attention: Callable, create_mask: Callable) -> Callable[[], None]:
     """Rebind one family's attention and masks, and register `attention` as attn_implementation `name`.
 
+    transformers takes a name with "flash" in it for a FlashAttention package and does not load a model by it; the
+    rebinding serves those modes all the same.
+
     Returns:
         a function that restores everything.
     """
@@ -59,12 +62,16 @@ def rebind(model_type: str, name: str, attention: Callable, create_mask: Callabl
     originals = {key: getattr(module, key) for key in replacements if hasattr(module, key)}
     for key in originals:
         setattr(module, key, replacements[key])
+    registered_before = AttentionInterface._global_mapping.get(name)
     AttentionInterface.register(name, attention)
 
     def restore() -> None:
         for key, value in originals.items():
             setattr(module, key, value)
-        AttentionInterface._global_mapping.pop(name, None)
+        if registered_before is None:
+            AttentionInterface._global_mapping.pop(name, None)
+        else:
+            AttentionInterface.register(name, registered_before)
 
     return restore
 

@@ -235,7 +235,11 @@ def _create_mask(
 
 
 def _check_positions(position_ids: torch.Tensor | None, rows: int) -> None:
-    """Raise ValueError unless the positions are this rank's shard of 0, 1, 2, ... (any start): no packed documents."""
+    """Raise ValueError unless the positions are this rank's shard of 0, 1, 2, ...: no packed documents.
+
+    One process may start anywhere. A shard must come from a row that starts at 0, so that wrong shards are refused on
+    every rank: with any start some would be right by chance, and wait in a collective for those that raised.
+    """
     patch = _current_patch()
     if position_ids is None or position_ids.dim() != 2:
         return
@@ -247,11 +251,10 @@ def _check_positions(position_ids: torch.Tensor | None, rows: int) -> None:
         )
     whole = torch.arange(rows * size, device=position_ids.device).unsqueeze(0)
     expected = whole if size == 1 else patch.mode.shard(whole, rank, size)  # one process takes any length
-    offset = position_ids[:, :1] - expected[:, :1]
-    # A negative start means that a later rank counted its own shard from 0.
-    if not bool(((position_ids == expected + offset) & (offset >= 0)).all()):
+    start = position_ids[:, :1] if size == 1 else 0
+    if not bool((position_ids == expected + start).all()):
         raise ValueError(
-            f"position_ids are not rank {rank}'s shard of one row under {patch.mode.name}: split whole rows with "
-            "prepare_seq_parallel_inputs and pass its local_position_ids; documents packed with restarting positions "
-            "cannot be honoured"
+            f"position_ids are not rank {rank}'s shard of one row under {patch.mode.name}: split whole rows that start "
+            "at position 0 with prepare_seq_parallel_inputs and pass its local_position_ids; documents packed with "
+            "restarting positions cannot be honoured"
         )
