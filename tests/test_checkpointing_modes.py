@@ -59,3 +59,24 @@ def test_gradients_are_identical_and_attention_and_its_collectives_run_once(pool
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_other_families(pool, family):
     pool.run(compare_settings, 2, "zigzag_ring_attn", family, CHECKPOINTING_SETTINGS[:1])
+
+
+def compare_frozen(rank: int, world_size: int, mode: str) -> None:
+    """One trainable projection over frozen embeddings; the layers below it have no backward at all."""
+    with patched(mode, attn_kernel="cpu") as mesh:
+        model = easy_context.apply_fused_loss(family_model("llama", layers=LAYERS))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1.self_attn.k_proj" in name)
+        rows = random_rows(2 * mesh.data_size, 30)
+        _, gradients, calls = step(mode, mesh, model, rows, None)
+        assert len(gradients) == 1
+        for settings in CHECKPOINTING_SETTINGS:
+            _, own_gradients, own_calls = step(mode, mesh, model, rows, settings)
+            assert_identical(own_gradients, gradients, f"{mode} {settings}")
+            if settings["keep_attention"] != "none":
+                assert own_calls["forward"] == calls["forward"], f"{mode} {settings}"
+
+
+def test_a_frozen_base_on_several_ranks(pool):
+    for mode in MODES:
+        pool.run(compare_frozen, 2, mode)

@@ -111,7 +111,7 @@ def test_packed_documents_are_refused():
         run_forward(family_model("llama"), position_ids=positions)
 
 
-def test_positions_may_start_anywhere():
+def test_positions_may_start_anywhere_on_one_process():
     with patched("data_parallel"):
         run_forward(family_model("llama"), position_ids=torch.arange(LENGTH)[None] + 7)
 
@@ -143,19 +143,27 @@ def own_shard(mode: str, rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": part["local_input_ids"], "position_ids": part["local_position_ids"], "use_cache": False}
 
 
-def refused_shards(rank: int, world_size: int) -> dict[str, str]:
-    """Shards that do not belong to this rank and mode; rank 0 alone speaks where others may be right by chance."""
+def refused_shards(rank: int, world_size: int, mode: str) -> dict[str, str]:
+    """Shards that do not belong to this rank and mode, each refused here and on every other rank."""
     messages = {}
-    with patched("zigzag_ring_attn"):
+    another_mode = "dist_flash_attn" if mode == "zigzag_ring_attn" else "zigzag_ring_attn"
+    with patched(mode):
         model = family_model("llama")
-        shard = own_shard("zigzag_ring_attn", rank, world_size)
-        messages["no positions"] = message_of(lambda: model(shard["input_ids"], use_cache=False))
-        messages["odd shard"] = message_of(lambda: model(shard["input_ids"][:, 1:], use_cache=False))
-        another = own_shard("zigzag_ring_attn", 1 - rank, world_size)
-        messages["another rank's shard"] = message_of(lambda: model(**another))
-        if rank == 0:
-            contiguous = own_shard("dist_flash_attn", rank, world_size)
-            messages["another mode's shard"] = message_of(lambda: model(**contiguous))
+        shard = own_shard(mode, rank, world_size)
+        later = {**shard, "position_ids": shard["position_ids"] + 7}
+        other_row = {**shard, "position_ids": shard["position_ids"] + (8 if rank else 1)}
+        messages["a row that starts later"] = message_of(lambda: model(**later))
+        messages["shards of different rows"] = message_of(lambda: model(**other_row))
+        messages["another rank's shard"] = message_of(
+            lambda: model(**own_shard(mode, world_size - 1 - rank, world_size))
+        )
+        messages["another mode's shard"] = message_of(lambda: model(**own_shard(another_mode, rank, world_size)))
+        packed = {**shard, "position_ids": shard["position_ids"] % (shard["position_ids"].shape[1] - 1)}
+        messages["packed documents"] = message_of(lambda: model(**packed))
+        if rank > 0 or mode == "zigzag_ring_attn":  # rank 0's contiguous shard does count from 0
+            messages["no positions"] = message_of(lambda: model(shard["input_ids"], use_cache=False))
+        if mode == "zigzag_ring_attn":
+            messages["odd shard"] = message_of(lambda: model(shard["input_ids"][:, 1:], use_cache=False))
     return messages
 
 
@@ -180,11 +188,13 @@ def refused_models(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-def test_shards_that_are_not_this_ranks_are_refused(pool):
-    for messages in pool.run(refused_shards, 2):
-        assert "prepare_seq_parallel_inputs" in messages.pop("odd shard")
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "data_parallel"])
+def test_shards_that_are_not_this_ranks_are_refused_on_every_rank(pool, mode):
+    """One rank that went on alone would wait in a collective for those that raised."""
+    for rank, messages in enumerate(pool.run(refused_shards, 2, mode)):
+        assert "prepare_seq_parallel_inputs" in messages.pop("odd shard", "prepare_seq_parallel_inputs")
         for case, message in messages.items():
-            assert "position_ids" in message and "zigzag_ring_attn" in message, f"{case}: {message}"
+            assert "position_ids" in message and mode in message, f"rank {rank}, {case}: {message}"
 
 
 def test_models_that_only_one_process_can_run_are_refused_on_every_rank(pool):

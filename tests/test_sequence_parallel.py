@@ -33,7 +33,7 @@ def joined(mode: str, parts: list[dict], key: str) -> torch.Tensor:
 @pytest.mark.parametrize("mode", SPLITTING_MODES)
 def test_split_pads_every_length_and_loses_no_target(mode):
     for world_size in WORLD_SIZES:
-        for length in range(1, 36):
+        for length in range(1, 41):
             ids = torch.randint(1, 1000, (2, length), generator=torch.Generator().manual_seed(length))
             positions = torch.arange(length).expand(2, -1) + 5
             parts = split(mode, ids, positions, shift_labels(ids), world_size)
@@ -153,6 +153,16 @@ def test_one_process_takes_rows_of_any_length(mode):
         expected = model(ids).logits
         with patched(mode):
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_function_that_was_registered_under_a_modes_name_comes_back(monkeypatch):
+    def earlier(*args, **kwargs):
+        raise NotImplementedError
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "ulysses_attn", earlier)
+    with patched("ulysses_attn"):
+        assert ALL_ATTENTION_FUNCTIONS["ulysses_attn"] is not earlier
+    assert ALL_ATTENTION_FUNCTIONS["ulysses_attn"] is earlier
 
 
 def test_a_second_patch_replaces_the_first():

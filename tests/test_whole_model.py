@@ -25,6 +25,7 @@ from easy_context.modes import MODES
 TOLERANCE = 1e-5
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
 HEADS = {1: (4, 2), 2: (4, 2), 3: (6, 2), 4: (8, 2), 8: (8, 2)}  # ulysses repeats key heads at 3, 4 and 8 ranks
+EQUAL_HEADS = {world_size: (heads, heads) for world_size, (heads, _) in HEADS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,9 @@ def check(pool, settings: list[Setting], world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_every_mode_matches_the_plain_model(pool, world_size):
     settings = [Setting(mode, heads=HEADS[world_size]) for mode in SPLITTING_MODES]
-    settings += [Setting(mode, heads=HEADS[world_size], length=64, batch=1, fused=True) for mode in SPLITTING_MODES]
+    settings += [
+        Setting(mode, heads=EQUAL_HEADS[world_size], length=64, batch=1, fused=True) for mode in SPLITTING_MODES
+    ]
     settings += [Setting("data_parallel", batch=2 * world_size), Setting("data_parallel", batch=world_size, fused=True)]
     check(pool, settings, world_size)
 
@@ -120,8 +123,10 @@ def test_any_attn_implementation_loaded_before_or_after_the_patch(pool):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_loads_by_the_name_of_the_applied_mode(mode):
-    if "flash" in mode:
-        pytest.xfail("transformers takes every name with 'flash' in it for a FlashAttention package")
+    if "flash" in mode:  # transformers takes every such name for a FlashAttention package; the rebinding serves it
+        with patched(mode), pytest.raises((ValueError, ImportError), match="(?i)flash"):
+            family_model("llama", mode)
+        return
     setting = Setting(mode, attn_implementation=mode)
     check_result(setting, run_setting(setting), setting.expected(), 1)
 
