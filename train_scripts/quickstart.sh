@@ -46,17 +46,17 @@ rows() {
     $python examples/quickstart.py rows --text-rows "$out/text-$1/train" --tokenizer $out/start \
     --rows "$3" --most-questions "$4" --output-dir "$out/rows-$1"
 }
-rows stage1 $short 32000 3
+rows stage1 $short 24000 3
 rows stage2 $long 2400 6
 run text-unseen "packing $unseen_text, which is never trained on" \
   $python prepare_data.py --input "$unseen_text" --tokenizer $out/start --seq-length $long --num-workers 1 \
   --output-dir $out/text-unseen
 
 training=(--batch-size 16 --gradient-accumulate-every 1 --learning-rate 1e-3 --adam-betas 0.9 0.98
-  --gradient-checkpointing none --mixed-precision no)
+  --lr-scheduler cosine --gradient-checkpointing none --mixed-precision no)
 run stage1 "stage 1: rows of $short tokens, data_parallel (two to three minutes)" \
   env OMP_NUM_THREADS=$((cores < 4 ? cores : 4)) $python train.py --parallel_mode data_parallel \
-  --model $out/start --dataset $out/rows-stage1 --seq-length $short --max-train-steps 2000 --warmup-steps 30 \
+  --model $out/start --dataset $out/rows-stage1 --seq-length $short --max-train-steps 1500 --warmup-steps 30 \
   "${training[@]}" --output-dir $out/stage1
 
 # A free port, in case that another launch is running.
