@@ -18,7 +18,7 @@ from typing import Any
 NEEDLE = " The secret number is {value}."
 QUESTION = " The secret number is"
 ANSWER = " {value}."
-DIGITS = 5
+DIGITS = 3
 VOCABULARY = 512
 END_OF_TEXT = "</s>"
 SEED = 0

@@ -74,21 +74,20 @@ needle() {
   run "needle-$1" "needle in a haystack of unseen text, $1" \
     $python eval_needle.py --model "$2" --haystack_dir $out/unseen --output_dir "$out/needle-$1" \
     --min_context_length $short --max_context_length $long --context_interval $short --depth_interval 0.25 \
-    --num_samples 20 --rnd_number_digits 5 --prompt-template '{haystack}{question}' \
+    --num_samples 20 --rnd_number_digits 3 --prompt-template '{haystack}{question}' \
     --needle-template ' The secret number is {value}.' --question-template ' The secret number is' \
     --answer-template ' {value}'
 }
 needle before $out/stage1
 needle after $out/stage2
 
-pictures() {
+pictures() { # each must succeed: inside `run` the shell does not stop by itself
   $python plot.py loss $out/stage1/metrics.jsonl $out/stage2/metrics.jsonl --output $out/loss.png \
-    --labels "stage 1: rows of $short tokens" "stage 2: rows of $long tokens" --title "Training loss"
-  $python plot.py perplexity $out/perplexity.csv --output $out/perplexity.png \
-    --labels "before: trained on $short tokens" "after: stretched to $long tokens" --title "Perplexity of unseen text"
-  for when in before after; do
-    $python plot.py needle $out/needle-$when/cells.jsonl --output $out/needle-$when.png --title "Needle found, $when"
-  done
+    --labels "stage 1: rows of $short tokens" "stage 2: rows of $long tokens" --title "Training loss" &&
+    $python plot.py perplexity $out/perplexity.csv --output $out/perplexity.png \
+      --labels "before: trained on $short tokens" "after: stretched to $long tokens" --title "Perplexity of unseen text" &&
+    $python plot.py needle $out/needle-before/cells.jsonl --output $out/needle-before.png --title "Needle found, before" &&
+    $python plot.py needle $out/needle-after/cells.jsonl --output $out/needle-after.png --title "Needle found, after"
 }
 run pictures "pictures" pictures
 
