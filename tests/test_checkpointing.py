@@ -70,7 +70,7 @@ def test_gradient_checkpointing_kwargs_are_accepted(one_process, arguments):
     ["layers.2.", "layers.0.self_attn.q_proj", "self_attn", "embed_tokens", "lm_head", "layers.1.mlp.down_proj"],
 )
 def test_frozen_parameters(one_process, trained):
-    """Also without `enable_input_require_grads`, which the first layers of a frozen base would need elsewhere."""
+    """Also without the hook by which transformers makes the embeddings' output require a gradient."""
     model, rows = family_model("llama", layers=LAYERS), random_rows(2, 16)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
@@ -79,6 +79,8 @@ def test_frozen_parameters(one_process, trained):
     for settings in CHECKPOINTING_SETTINGS:
         with checkpointing(model, **settings):
             assert_identical(loss_and_gradients(model, rows)[1], gradients, f"{trained} {settings}")
+            model.disable_input_require_grads()
+            assert_identical(loss_and_gradients(model, rows)[1], gradients, f"no hook {trained} {settings}")
 
 
 class WithDropout(torch.nn.Module):

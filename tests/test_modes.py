@@ -85,6 +85,7 @@ def run_case(rank: int, world_size: int, case: Case, group) -> tuple[torch.Tenso
     settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel, "group": group}
     out, residuals = mode.forward(q, k, v, **settings)
     assert isinstance(residuals, tuple) and all(isinstance(x, torch.Tensor) for x in residuals)
+    assert torch.isfinite(out).all(), f"out is not finite: {case}"
     kept = [x.clone() for x in (out, *residuals)]
     gradients = mode.backward(dout, q, k, v, out, residuals, **settings)
     for x, copy in zip((q, k, v, dout, out, *residuals), (*before, *kept), strict=True):

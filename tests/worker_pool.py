@@ -28,6 +28,7 @@ HEAVY_IMPORTS = [
 ]
 MOST_WORKERS = 8
 SECONDS_TO_START = 180.0  # the fork server's first imports, on a busy machine
+CONSEQUENCE = "by peer"  # gloo's words when another rank has gone; what that rank says comes first
 SECONDS_AFTER_A_FAILURE = 5.0  # how long the other ranks may take to notice that one of them failed
 
 
@@ -97,7 +98,7 @@ class WorkerPool:
         results, failures = self._collect(workers, fn, timeout)
         if failures:
             self._replace(workers)
-            raise WorkerError("\n".join(failures))
+            raise WorkerError("\n".join(sorted(failures, key=lambda text: CONSEQUENCE in text)))
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
