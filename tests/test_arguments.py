@@ -38,9 +38,11 @@ def assets(tmp_path_factory) -> Path:
         "max_position_embeddings": 64,
     }
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     configs = {
         "llama": LlamaConfig(**small),
         "dynamic": LlamaConfig(**small, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "longrope": LlamaConfig(**small, rope_parameters=longrope),
         "yarn": LlamaConfig(**small, rope_parameters=yarn),
         "dropout": LlamaConfig(**small, attention_dropout=0.1),
         "window": MistralConfig(**small, sliding_window=16),
@@ -49,12 +51,14 @@ def assets(tmp_path_factory) -> Path:
     for name, config in configs.items():
         config.save_pretrained(folder / name)
         (folder / name / "model.safetensors").touch()  # the checks look for weights, and read none
-    gpt2 = folder / "gpt2"
-    gpt2.mkdir()
-    (gpt2 / "model.safetensors").touch()
-    (gpt2 / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 32}')
+    LlamaConfig(**small).save_pretrained(folder / "no-weights")
+    for model_type in ("gpt2", "no-such-type"):
+        (folder / model_type).mkdir()
+        (folder / model_type / "model.safetensors").touch()
+        (folder / model_type / "config.json").write_text(f'{{"model_type": "{model_type}", "vocab_size": 32}}')
     datasets.Dataset.from_dict({"input_ids": [list(range(32)), [1, 2, 3]]}).save_to_disk(folder / "rows")
     datasets.Dataset.from_dict({"input_ids": [[1, 32]]}).save_to_disk(folder / "foreign")
+    datasets.Dataset.from_dict({"input_ids": [["a"]]}).save_to_disk(folder / "strings")
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(folder / "text")
     datasets.Dataset.from_dict({"input_ids": [[1]]}).select([]).save_to_disk(folder / "empty")
     (folder / "finished").mkdir()
@@ -126,12 +130,16 @@ def test_names_spelled_out_for_help_are_the_real_ones():
         (["--output-dir", "/proc/easy_context"], ["--output-dir /proc/easy_context", "cannot be written"]),
         (["--output-dir", "{0}/finished"], ["--output-dir", "finished model", "--overwrite"]),
         (["--model", "{0}/nothing"], ["--model", "no such folder", "hub name"]),
+        (["--model", "{0}/no-weights"], ["--model", "holds no weights"]),
+        (["--model", "{0}/rows"], ["--model", "holds no config.json"]),
+        (["--model", "{0}/no-such-type"], ["--model", "no-such-type", "hub name or a model's folder"]),
         (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),
         (["--model", "{0}/window"], ["sliding_window=16", "32 tokens", "sliding_window = None"]),
         (["--model", "{0}/dropout"], ["attention dropout 0.1", "attention_dropout to 0"]),
         (["--dataset", "{0}/nothing"], ["--dataset", "no such file or folder"]),
         (["--dataset", "{0}/empty"], ["--dataset", "no rows"]),
         (["--dataset", "{0}/text"], ["--dataset", "['text']", "input_ids", "prepare_data.py"]),
+        (["--dataset", "{0}/strings"], ["--dataset", "lists of integers"]),
         (["--dataset", "{0}/foreign"], ["--dataset", "32", "vocabulary has 32", "another model"]),
         (["--eval-dataset", "{0}/foreign"], ["--eval-dataset", "another model"]),
         (["--wandb", "x", "--report-to", "none"], ["--wandb x", "--report-to none"]),
@@ -156,6 +164,7 @@ def test_each_mistake_is_named_with_its_remedy(assets, flags, fragments):
         (2, ["--sequence-parallel-size", "0"], ["--sequence-parallel-size 0"]),
         (4, ["--seq-length", "7"], ["--seq-length 7", "at least 8"]),
         (2, ["--model", "{0}/dynamic"], ["dynamic", "2 ranks", "yarn"]),
+        (2, ["--model", "{0}/longrope"], ["longrope", "2 ranks", "yarn"]),
     ],
 )
 def test_what_so_many_processes_cannot_do(assets, world_size, flags, fragments):
@@ -226,3 +235,14 @@ def test_only_the_first_process_of_a_machine_speaks(assets, monkeypatch, capsys)
             assert stop.value.code == 2
             assert fragment in capsys.readouterr().err
             assert said_before_the_wait == ([""] if local_rank else [])
+
+
+def test_a_tracker_that_is_not_installed_is_named(assets, monkeypatch):
+    monkeypatch.setattr(argument_checks.importlib.util, "find_spec", lambda name: None)
+    problems, _ = find_problems(assets, "--report-to", "tensorboard", "--no-liger")
+    assert len(problems) == 1
+    assert "--report-to tensorboard needs the package tensorboard: pip install tensorboard" in problems[0]
+
+
+def test_the_one_flag_with_an_underscore_is_taken_with_a_dash_too():
+    assert parse_arguments(["--parallel-mode", "ulysses_attn"]).parallel_mode == "ulysses_attn"
