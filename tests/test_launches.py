@@ -21,7 +21,8 @@ STEPS = 6
 MAX_GRAD_NORM = 0.5  # below every norm of these runs, so that each step is clipped
 TOLERANCE = 1e-4
 
-# name: (processes, flags); each makes four rows a step.
+# name: (processes, flags); each makes four rows a step. "torchrun" in the name launches with it, and so without
+# DeepSpeed.
 RUNS = {
     "zigzag_ring_attn-1": (1, ["--gradient-accumulate-every", "4"]),
     "zigzag_ring_attn-2": (2, ["--gradient-accumulate-every", "4"]),
@@ -29,6 +30,7 @@ RUNS = {
     "dist_flash_attn-2": (2, ["--gradient-accumulate-every", "4"]),
     "ulysses_attn-2": (2, ["--gradient-accumulate-every", "4", "--gradient-checkpointing", "none"]),
     "data_parallel-2": (2, ["--gradient-accumulate-every", "2"]),
+    "data_parallel-2-torchrun": (2, ["--gradient-accumulate-every", "2"]),
     "zigzag_ring_attn-4-in-two-groups": (4, ["--gradient-accumulate-every", "2", "--sequence-parallel-size", "2"]),
 }
 REFERENCE = "plain"  # one process without DeepSpeed or a launcher
@@ -40,10 +42,12 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
-def launch(processes: int, flags: list[str]) -> subprocess.CompletedProcess:
+def launch(processes: int, flags: list[str], torchrun: bool = False) -> subprocess.CompletedProcess:
     """Run train.py on so many processes; 0 for `python train.py`."""
     command = [sys.executable]
-    if processes:
+    if torchrun:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    elif processes:
         command += ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
         command += ["--num_processes", str(processes), "--main_process_port", free_port()]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -95,7 +99,7 @@ def train(assets):
                 *("--max-grad-norm", str(MAX_GRAD_NORM), "--mixed-precision", "no", "--output-dir", str(output_dir)),
                 *flags,
             ]
-            result = launch(processes, flags)
+            result = launch(processes, flags, "torchrun" in name)
             assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
             finished[name] = output_dir
         return finished[name]
