@@ -31,14 +31,14 @@ def build_accelerator(args: Namespace) -> Any:
 
     trackers = {"none": None, "all": ["wandb", "tensorboard"]}.get(args.report_to, args.report_to)
     group_options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT}
-    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    with_deepspeed = launched_for_deepspeed()
     on_cpu = not torch.cuda.is_available()
     if on_cpu and "WORLD_SIZE" in os.environ:
         group_options["backend"] = "gloo"  # without it Accelerate believes that there is one process
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns on each process that it found no GPU
     if on_cpu and with_deepspeed:
-        _compile_nothing_on_cpu()
+        compile_nothing_on_cpu()
     accelerator = Accelerator(
         # cpu=True wraps models in DDP; without it a launch by torchrun would train apart on every process. It also
         # switches DeepSpeed off.
@@ -61,6 +61,11 @@ def build_accelerator(args: Namespace) -> Any:
     return accelerator
 
 
+def launched_for_deepspeed() -> bool:
+    """Whether `accelerate launch` started this process with a DeepSpeed configuration."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
 def _set_up_logs(is_main_process: bool) -> None:
     """Let rank 0 say what this package chose, and keep out what libraries say of their own calls, hundreds of times."""
     from transformers.utils.logging import disable_progress_bar
@@ -74,7 +79,7 @@ def _set_up_logs(is_main_process: bool) -> None:
     warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
 
 
-def _compile_nothing_on_cpu() -> None:
+def compile_nothing_on_cpu() -> None:
     """DeepSpeed would build a shared-memory collective with the C++ compiler at first use; gloo serves as well."""
     import deepspeed
 

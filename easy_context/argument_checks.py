@@ -91,21 +91,12 @@ def _tracker_problems(args: argparse.Namespace) -> list[str]:
 
 def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[int | None, list[str]]:
     """Processes that share a row, None if the flag is wrong."""
-    size = args.sequence_parallel_size
-    if args.parallel_mode == "data_parallel":
-        if size not in (None, 1):
-            return None, [
-                f"--sequence-parallel-size {size} has no meaning with --parallel_mode data_parallel, which never "
-                "splits a row: leave it out or choose another mode"
-            ]
-        return 1, []
-    size = world_size if size is None else size
-    if size < 1 or world_size % size:
-        return None, [
-            f"--sequence-parallel-size {size} must divide the number of processes, {world_size}: launch a multiple of "
-            f"it (--num_processes) or choose a divisor of {world_size}"
-        ]
-    return size, []
+    from .mesh import sequence_size
+
+    try:
+        return sequence_size(args.sequence_parallel_size, world_size, args.parallel_mode), []
+    except ValueError as error:
+        return None, [str(error)]
 
 
 def _load_config(model: str) -> tuple[Any, list[str]]:

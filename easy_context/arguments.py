@@ -26,6 +26,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a Hugging Face language model on long rows, each split over several processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    _add_model_and_data(parser)
+    _add_optimisation(parser)
+    _add_parallelism(parser)
+    _add_logging(parser)
+    return parser
+
+
+def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("model and data")
     what.add_argument(
         "--model", default="meta-llama/Llama-2-7b-hf", help="hub name or folder of the model to start from"
@@ -49,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--eval-dataset", help="rows to report a loss on, in the forms that --dataset takes")
     what.add_argument("--eval-every", type=int, default=100, help="optimizer steps between evaluations")
 
+
+def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("optimisation")
     step.add_argument("--batch-size", type=int, default=1, help="rows of a micro-batch in each data-parallel group")
     step.add_argument("--gradient-accumulate-every", type=int, default=8, help="micro-batches in an optimizer step")
@@ -65,6 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     step.add_argument("--seed", type=int, default=42, help="of the order of the rows and of dropout")
 
+
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("parallelism, speed and memory")
     how.add_argument(
         "--parallel_mode",
@@ -104,6 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--mixed-precision", choices=("bf16", "no"), default="bf16", help="bf16, or float32 throughout")
 
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
     log = parser.add_argument_group("logging")
     log.add_argument(
         "--report-to",
@@ -114,7 +128,6 @@ def build_parser() -> argparse.ArgumentParser:
     log.add_argument(
         "--log-every", type=int, default=1, help="steps between reports to the trackers and the progress bar"
     )
-    return parser
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

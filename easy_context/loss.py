@@ -125,6 +125,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets):
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        ctx.weight_dtype = weight.dtype
         total = hidden.new_zeros((), dtype=wide)
         ctx.dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         ctx.dweight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
@@ -150,9 +151,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         dhidden = None if ctx.dhidden is None else (ctx.dhidden * dloss).to(ctx.dhidden.dtype)
-        dweight = None if ctx.dweight is None else ctx.dweight * dloss
-        if dweight is not None and ctx.dhidden is not None:
-            dweight = dweight.to(ctx.dhidden.dtype)
+        dweight = None if ctx.dweight is None else (ctx.dweight * dloss).to(ctx.weight_dtype)
         return dhidden, dweight, None
 
 

@@ -26,6 +26,33 @@ class Mesh:
     data_size: int = 1
 
 
+def sequence_size(requested: int | None, processes: int, mode: str | None = None) -> int:
+    """How many processes share a row.
+
+    Args:
+        requested: by `--sequence-parallel-size`; None for all of them, or 1 under data_parallel.
+        processes: of the launch.
+        mode: the parallel mode; data_parallel never splits a row.
+
+    Raises:
+        ValueError: the size means nothing to the mode, or does not divide the processes.
+    """
+    if mode == "data_parallel":
+        if requested not in (None, 1):
+            raise ValueError(
+                f"--sequence-parallel-size {requested} has no meaning with --parallel_mode data_parallel, which never "
+                "splits a row: leave it out or choose another mode"
+            )
+        return 1
+    size = processes if requested is None else requested
+    if size < 1 or processes % size:
+        raise ValueError(
+            f"--sequence-parallel-size {size} must divide the number of processes, {processes}: launch a multiple of "
+            f"it (--num_processes) or choose a divisor of {processes}"
+        )
+    return size
+
+
 def build_mesh(sequence_parallel_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
     """Group the ranks: each run of `sequence_parallel_size` consecutive ranks shares its rows.
 
@@ -39,12 +66,7 @@ def build_mesh(sequence_parallel_size: int | None = None, timeout: timedelta | N
         ValueError: the size does not divide the number of processes.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    size = world if sequence_parallel_size is None else sequence_parallel_size
-    if size < 1 or world % size:
-        raise ValueError(
-            f"--sequence-parallel-size {size} must divide the number of processes, {world}: launch a multiple of "
-            f"{max(size, 1)} processes or choose a divisor of {world}"
-        )
+    size = sequence_size(sequence_parallel_size, world)
     if not dist.is_initialized():
         return Mesh()
     rank = dist.get_rank()

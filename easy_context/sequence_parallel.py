@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from . import huggingface
 from .attention import AttentionPlan, sequence_parallel_attention
 from .kernels import AttentionMask, check_kernel_name, select_kernel
-from .mesh import Mesh, build_mesh
+from .loss import IGNORE_INDEX
+from .mesh import Mesh, build_mesh, sequence_size
 from .modes import ParallelMode, get_mode
 
 
@@ -60,12 +61,7 @@ def apply_seq_parallel_monkey_patch(
     check_kernel_name(attn_kernel)
     huggingface.modeling_module(model)
     if mode.name == "data_parallel":
-        if sequence_parallel_size not in (None, 1):
-            raise ValueError(
-                f"--sequence-parallel-size {sequence_parallel_size} has no meaning with data_parallel, which never "
-                "splits a row: leave it out or choose another mode"
-            )
-        sequence_parallel_size = 1
+        sequence_parallel_size = sequence_size(sequence_parallel_size, 1, mode.name)
     mesh = build_mesh(sequence_parallel_size, timeout)
     remove_seq_parallel_monkey_patch()
     restore = huggingface.rebind(model, mode.name, _attention_function, _create_mask)
@@ -122,7 +118,7 @@ def prepare_seq_parallel_inputs(
         input_ids = F.pad(input_ids, (0, padding), value=0)
         following = torch.arange(1, padding + 1, device=position_ids.device, dtype=position_ids.dtype)
         position_ids = torch.cat((position_ids, position_ids[:, -1:] + following), dim=1)
-        target_ids = F.pad(target_ids, (0, padding), value=-100) if target_ids is not None else None
+        target_ids = F.pad(target_ids, (0, padding), value=IGNORE_INDEX) if target_ids is not None else None
 
     def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else mode.shard(tensor, rank, world_size).to(device)
@@ -149,13 +145,13 @@ def gather_seq_parallel_outputs(
     Returns:
         The gathered tensor, `length` long along `dim`.
     """
-    mode, group, size = get_mode(seq_algo), _current_patch().mesh.sequence_group, _current_patch().mesh.sequence_size
+    mode, mesh = get_mode(seq_algo), _current_patch().mesh
     dim = dim % local.dim()
-    if mode.name == "data_parallel" or size == 1:
+    if mode.name == "data_parallel" or mesh.sequence_size == 1:
         whole = mode.unshard([local], dim)
     else:
-        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(shards, local.contiguous(), group=group)
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(mesh.sequence_size)]
+        dist.all_gather(shards, local.contiguous(), group=mesh.sequence_group)
         whole = mode.unshard(shards, dim)
     return whole if length is None else whole.narrow(dim, 0, length)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..loss import IGNORE_INDEX
+from ..loss import shift_labels
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -140,4 +140,4 @@ def choose(documents: Iterable[Document], shortest: int, samples: int | None, vo
 
 def targets_of(document: Document) -> torch.Tensor:
     """Targets `[seq]`: targets[i] is the label of token i + 1, the last one -100."""
-    return torch.cat((document.labels[1:], torch.tensor([IGNORE_INDEX])))
+    return shift_labels(document.labels.unsqueeze(0)).squeeze(0)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..accelerator import COLLECTIVE_TIMEOUT
+from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from ..huggingface import SUPPORTED_MODELS, modeling_module, refuse_model_features
-from ..mesh import Mesh
+from ..mesh import Mesh, sequence_size
 from ..modes import get_mode
 from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
@@ -31,17 +31,13 @@ def distributed() -> Iterator[torch.device]:
     if cuda:
         torch.cuda.set_device(device)
     started = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
-    if started and not _launched_for_deepspeed():
+    if started and not launched_for_deepspeed():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
     try:
         yield device
     finally:
         if started and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _launched_for_deepspeed() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def load_config(name: str, rope_theta: float | None = None, seq_length: int | None = None):
@@ -80,7 +76,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
     from transformers import AutoModelForCausalLM
 
     dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
-    accelerator = _deepspeed_accelerator(device) if _launched_for_deepspeed() else None
+    accelerator = _deepspeed_accelerator(device) if launched_for_deepspeed() else None
     mode, mesh = _apply_mode(config.model_type, args)
     try:
         if accelerator is not None and mesh.data_size > 1:
@@ -132,9 +128,7 @@ def check_parallelism(config, args, longest: int) -> None:
     if mode is None:
         return
     modeling_module(config.model_type)  # is the family supported?
-    size = 1 if mode == "data_parallel" else (args.sequence_parallel_size or _processes())
-    if size < 1 or _processes() % size:
-        raise ValueError(f"--sequence-parallel-size {size} must divide the number of processes, {_processes()}")
+    size = sequence_size(args.sequence_parallel_size, _processes(), mode)
     get_mode(mode).check(config, longest, size)
     refuse_model_features(config, longest, size)
 
@@ -157,10 +151,7 @@ def _deepspeed_accelerator(device: torch.device):
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cpu":
-        import deepspeed
-
-        # It would compile a shared-memory collective at first use; gloo serves as well.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        compile_nothing_on_cpu()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=COLLECTIVE_TIMEOUT)])
     # Accelerate wants a batch size before it prepares a model without a data loader.
     accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1

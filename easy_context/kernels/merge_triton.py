@@ -12,6 +12,7 @@ def merge_kernel(
     heads, seq, head_dim,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Merge ROWS rows of one head: grid (seq / ROWS, batch * heads), strides in elements, WIDTH >= head_dim."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
