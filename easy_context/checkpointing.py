@@ -90,20 +90,19 @@ class _CheckpointedLayer(torch.autograd.Function):
         run = LayerRun(recomputing=False, attention=None if keep == "none" else [])
         with layer_run(run):
             outputs = function(*args)
-        ctx.args = _Arguments(args, settings["offload"])
-        ctx.attention = None if run.attention is None else _Results(run.attention, keep == "cpu")
+        ctx.put_away = _PutAway(args, run.attention, settings["offload"], keep == "cpu")
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
-        if ctx.args is None:
+        if ctx.put_away is None:
             raise RuntimeError("a checkpointed layer was run backward twice; its input was freed after the first time")
-        args = ctx.args.fetch()
-        run = LayerRun(recomputing=True, attention=None if ctx.attention is None else ctx.attention.fetch())
+        args, attention = ctx.put_away.fetch()
+        run = LayerRun(recomputing=True, attention=attention)
         with ctx.context.restored(), torch.enable_grad(), layer_run(run):
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.function = ctx.args = ctx.attention = run = None  # free what this layer kept
+        ctx.function = ctx.put_away = attention = run = None  # free what this layer kept
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -113,36 +112,38 @@ class _CheckpointedLayer(torch.autograd.Function):
         return (None, None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in args))
 
 
-class _Arguments:
-    """A layer's arguments, the floating-point tensors among them on the host if `offload`."""
+class _PutAway:
+    """A layer's arguments and what its attention calls recorded, until backward runs the layer again.
 
-    def __init__(self, args: tuple, offload: bool) -> None:
+    What waits on the host is one group, so that backward, which fetches one layer ahead, fetches all of it.
+    """
+
+    def __init__(
+        self, args: tuple, attention: list[tuple[torch.Tensor, ...]] | None, offload: bool, offload_attention: bool
+    ) -> None:
+        """`offload` moves floating-point tensors among `args` to the host, `offload_attention` the recorded ones."""
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
+        self._lengths = None if attention is None else [len(result) for result in attention]
+        recorded = [tensor for result in attention or () for tensor in result]
         self._moved = [offload and isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
-        self._kept = [None if moved else x for x, moved in zip(args, self._moved, strict=True)]
-        self._offloaded = OffloadedTensors([x.detach() for x, moved in zip(args, self._moved, strict=True) if moved])
+        self._moved += [offload_attention] * len(recorded)
+        values = [*args, *recorded]
+        self._kept = [None if moved else x for x, moved in zip(values, self._moved, strict=True)]
+        self._offloaded = OffloadedTensors([x.detach() for x, moved in zip(values, self._moved, strict=True) if moved])
 
-    def fetch(self) -> list:
-        tensors = iter(self._offloaded.fetch())
-        args = [next(tensors) if moved else x for x, moved in zip(self._kept, self._moved, strict=True)]
-        return [
+    def fetch(self) -> tuple[list, list[tuple[torch.Tensor, ...]] | None]:
+        """The arguments, as leaves of a new graph, and the recorded results."""
+        fetched = iter(self._offloaded.fetch())
+        values = [next(fetched) if moved else x for x, moved in zip(self._kept, self._moved, strict=True)]
+        args = [
             x.detach().requires_grad_(needs) if isinstance(x, torch.Tensor) else x
-            for x, needs in zip(args, self._requires_grad, strict=True)
+            for x, needs in zip(values, self._requires_grad, strict=False)
         ]
-
-
-class _Results:
-    """What a layer's attention calls recorded, on the host if `offload`."""
-
-    def __init__(self, results: list[tuple[torch.Tensor, ...]], offload: bool) -> None:
-        self._lengths = [len(result) for result in results]
-        tensors = [tensor for result in results for tensor in result]
-        self._offloaded = OffloadedTensors(tensors) if offload else None
-        self._kept = None if offload else tensors
-
-    def fetch(self) -> list[tuple[torch.Tensor, ...]]:
-        tensors = iter(self._kept if self._offloaded is None else self._offloaded.fetch())
-        return [tuple(next(tensors) for _ in range(length)) for length in self._lengths]
+        recorded = iter(values[len(args) :])
+        if self._lengths is None:
+            return args, None
+        attention = [tuple(next(recorded) for _ in range(length)) for length in self._lengths]
+        return args, attention
 
 
 class _RunContext:

@@ -1,4 +1,4 @@
-"""On two CUDA devices over NCCL: modes, checkpointing with offload, Liger, against float64 or the plain model."""
+"""On CUDA devices over NCCL: modes, checkpointing with offload, Liger, against float64 or the plain model."""
 
 import os
 import socket
@@ -12,37 +12,33 @@ from plain_attention import attention_with_gradients, random_inputs, relative_er
 
 SPLIT_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 KERNELS = ("flash_attn_4", "cudnn", "flash_attn", "torch_flash")
+CHECKPOINTING = ((True, "gpu"), (True, "cpu"), (False, "gpu"), (False, "cpu"), (True, "none"), (False, "none"))
 LAYOUTS = ((1, 512, 8, 8, 128), (2, 384, 8, 2, 64), (1, 640, 4, 1, 80), (1, 256, 8, 4, 96))
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    return _run_on_gpus
-
-
-def _run_on_gpus(function, *args):
-    """Calls `function(rank, 2, device, *args)` on two processes joined by NCCL; returns what each returned.
+def run_on_gpus(count, function, *args):
+    """Calls `function(rank, count, device, *args)` on `count` processes joined by NCCL; returns what each returned.
 
     Not on the pool's workers: they are forked, and CUDA cannot be used in a process forked after its first use.
     """
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices")
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_on_gpu, (port, folder, function, *args), nprocs=2)
-        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(2)]
+        torch.multiprocessing.spawn(_on_gpu, (count, port, folder, function, *args), nprocs=count)
+        return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(count)]
 
 
-def _on_gpu(rank, port, folder, function, *args):
+def _on_gpu(rank, count, port, folder, function, *args):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
-    torch.save(function(rank, 2, device, *args), Path(folder, str(rank)))
+    dist.init_process_group("nccl", rank=rank, world_size=count, device_id=device)
+    torch.save(function(rank, count, device, *args), Path(folder, str(rank)))
     dist.destroy_process_group()
 
 
@@ -76,8 +72,8 @@ def _mode_errors(rank, size, device, mode_name, kernel_name):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mode", SPLIT_MODES)
-def test_bf16_error_is_at_most_one_and_a_half_times_the_single_process_kernels(two_gpus, mode, kernel):
-    results = two_gpus(_mode_errors, mode, kernel)[0]
+def test_bf16_error_is_at_most_one_and_a_half_times_the_single_process_kernels(mode, kernel):
+    results = run_on_gpus(2, _mode_errors, mode, kernel)[0]
     if isinstance(results, str):
         pytest.skip(results)
     assert len(results) == 4 * len(LAYOUTS)
@@ -125,21 +121,28 @@ def _gradients(rank, size, device, mode, checkpointing, liger, dtype, kernel):
     return gradients
 
 
-@pytest.mark.parametrize("mode", SPLIT_MODES)
-@pytest.mark.parametrize("offload,keep_attention", [(True, "gpu"), (True, "cpu"), (False, "gpu"), (True, "none")])
-def test_checkpointing_changes_no_gradient(two_gpus, mode, offload, keep_attention):
-    settings = {"offload": offload, "keep_attention": keep_attention}
-    exact = (torch.float32, "reference")  # nothing here sums in another order from run to run
-    plain = two_gpus(_gradients, mode, None, False, *exact)
-    checkpointed = two_gpus(_gradients, mode, settings, False, *exact)
-    for mine, other in zip(plain, checkpointed, strict=True):
-        for name, value in mine.items():
-            assert relative_error(other[name], value) < 1e-6, name
+def _checkpointed(rank, size, device, mode, dtype, kernel):
+    """Gradients without checkpointing and with each setting of it, as (settings, gradients)."""
+    settings = [None, *({"offload": offload, "keep_attention": keep} for offload, keep in CHECKPOINTING)]
+    return [(each, _gradients(rank, size, device, mode, each, False, dtype, kernel)) for each in settings]
 
 
-def test_liger_layers_agree_within_bf16(two_gpus):
-    plain = two_gpus(_gradients, "zigzag_ring_attn", None, False, torch.bfloat16, "auto")
-    liger = two_gpus(_gradients, "zigzag_ring_attn", None, True, torch.bfloat16, "auto")
+@pytest.mark.parametrize("mode,count", [("data_parallel", 1), *((mode, 2) for mode in SPLIT_MODES)])
+def test_checkpointing_changes_no_gradient(mode, count):
+    # float32 and the reference kernel: nothing sums in another order from run to run
+    for results in run_on_gpus(count, _checkpointed, mode, torch.float32, "reference"):
+        (_, plain), *others = results
+        assert len(others) == len(CHECKPOINTING)
+        for settings, gradients in others:
+            assert gradients.keys() == plain.keys()
+            for name, value in plain.items():
+                assert relative_error(gradients[name], value) < 1e-6, (settings, name)
+
+
+@pytest.mark.parametrize("mode,count", [("data_parallel", 1), ("zigzag_ring_attn", 2)])
+def test_liger_layers_agree_within_bf16(mode, count):
+    plain = run_on_gpus(count, _gradients, mode, None, False, torch.bfloat16, "auto")
+    liger = run_on_gpus(count, _gradients, mode, None, True, torch.bfloat16, "auto")
     for mine, other in zip(plain, liger, strict=True):
         for name, value in mine.items():
             assert relative_error(other[name], value) < 3e-2, name
