@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 benchmarks/attention.py --output output/attention.json
     python benchmarks/attention.py --seq-length 16384 65536          # one GPU: the kernels alone
+    python benchmarks/attention.py --alone 2 4 8     # one GPU: and what one rank of so many computes, nothing sent
 
 Every method is first checked against float64 attention on a short row; then all run on the same whole rows, each rank
 on its shard. A method that fails becomes a row with the error. The limit is the time of the same kernel on one GPU,
@@ -10,6 +11,7 @@ divided by the number of GPUs. docs/performance.md explains the method and holds
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +38,8 @@ LEGEND = (
     "of limit: the one-GPU time of the same kernel / GPUs / time. × ring-f-a FA2: time of ring-flash-attn's "
     "zigzag on the FlashAttention-2 kernel / time. × CP cuDNN: time of PyTorch's context_parallel with cuDNN / time. "
     "TF/s/GPU: forward and backward, then each alone. Errors: relative norm against float64 on a short row, the "
-    "largest of out, dq, dk and dv. torch_flash is the FlashAttention-2 kernel in PyTorch."
+    "largest of out, dq, dk and dv. alone: what one rank computes, nothing sent. "
+    "torch_flash is the FlashAttention-2 kernel in PyTorch."
 )
 
 
@@ -49,14 +52,16 @@ class Case:
         kernel: what computes a block.
         build: makes the `peers.AttentionMethod`; may fail.
         fallback: what to build if the first fails or is wrong.
-        shared: the row is split over the ranks, not computed whole on each.
+        devices: how many share the row.
+        checked: its result is right, and compared with float64.
     """
 
     method: str
     kernel: str
     build: Callable[[], Any]
     fallback: Callable[[], Any] | None = None
-    shared: bool = True
+    devices: int = 1
+    checked: bool = True
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,6 +80,14 @@ def parse_arguments() -> argparse.Namespace:
         help="default: flash_attn_4, cudnn and torch_flash on a GPU, cpu without one",
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument(
+        "--alone",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="RANKS",
+        help="on one device: also time the first and the last of so many ranks of each mode, nothing sent",
+    )
     parser.add_argument("--check-length", type=int, default=2048, help="tokens of the row that is checked; 0: no check")
     parser.add_argument("--repeats", type=int, default=20, help="most repetitions of a measurement; the median counts")
     parser.add_argument("--time-budget", type=float, default=150, help="seconds; what does not fit is left out")
@@ -83,6 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.heads % args.kv_heads:
         parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    if min(args.alone, default=2) < 2:
+        parser.error(f"--alone {args.alone}: a row is shared by at least 2 ranks")
     for length in [*args.seq_length, *([args.check_length] if args.check_length else [])]:
         if length < 1 or length % 16:
             parser.error(f"rows of {length} tokens cannot be split by every method: use a multiple of 16")
@@ -97,45 +112,69 @@ def list_cases(args: argparse.Namespace, world) -> list[Case]:
 
     kernels = args.kernels or (["flash_attn_4", "cudnn", "torch_flash"] if world.device.type == "cuda" else ["cpu"])
     own = functools.partial(own_method, args=args, world=world)
-    cases = [
-        Case("one GPU", kernel, functools.partial(own, "data_parallel", kernel), shared=False) for kernel in kernels
-    ]
+    cases = [Case("one GPU", kernel, functools.partial(own, "data_parallel", kernel)) for kernel in kernels]
     if world.size == 1:
-        return cases
-    cases += [Case(mode, kernel, functools.partial(own, mode, kernel)) for mode in args.modes for kernel in kernels]
+        return cases + [
+            Case(
+                f"{mode}, rank {rank} of {size} alone",
+                kernel,
+                functools.partial(lone_method, mode, kernel, rank, size, args, world),
+                devices=size,
+                checked=False,
+            )
+            for size, mode, kernel in itertools.product(args.alone, args.modes, kernels)
+            for rank in (0, size - 1)
+        ]
+    shared = functools.partial(Case, devices=world.size)
+    cases += [shared(mode, kernel, functools.partial(own, mode, kernel)) for mode in args.modes for kernel in kernels]
     fa2 = "torch_flash"
     if "ring_flash_attn" in args.peers:
-        cases.append(Case("ring-flash-attn zigzag", fa2, peers.ring_flash_attn))
+        cases.append(shared("ring-flash-attn zigzag", fa2, peers.ring_flash_attn))
     if "yunchang_ulysses" in args.peers:
-        cases.append(Case("yunchang Ulysses", fa2, peers.yunchang_ulysses))
+        cases.append(shared("yunchang Ulysses", fa2, peers.yunchang_ulysses))
     if "yunchang_usp" in args.peers and world.size > 2:  # on two ranks it is one of the two above
-        cases.append(Case("yunchang USP", fa2, peers.yunchang_usp))
+        cases.append(shared("yunchang USP", fa2, peers.yunchang_usp))
     if "context_parallel" in args.peers:
         for kernel in ("cudnn", fa2):
             build = functools.partial(peers.torch_context_parallel, kernel, world.device)
             native, repeated = (functools.partial(build, repeat_kv=repeat) for repeat in (False, True))
-            cases.append(Case("context_parallel", kernel, native, fallback=repeated))
+            cases.append(shared("context_parallel", kernel, native, fallback=repeated))
     return cases
 
 
-def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
-    """One of our modes with one kernel."""
+def our_plan(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
+    """How one of our modes with one kernel computes, over all processes of the run."""
     import torch
     import torch.distributed as dist
-    from peers import AttentionMethod, shard_as
 
-    from easy_context.attention import AttentionPlan, sequence_parallel_attention
+    from easy_context.attention import AttentionPlan
     from easy_context.kernels import AttentionMask, select_kernel
     from easy_context.modes import get_mode
 
-    plan = AttentionPlan(
+    return AttentionPlan(
         mode=get_mode(mode_name),
         scale=args.head_dim**-0.5,
         mask=AttentionMask(causal=True),
         kernel=select_kernel(kernel_name, world.device, torch.bfloat16, args.head_dim),
         group=None if mode_name == "data_parallel" or world.size == 1 else dist.group.WORLD,
     )
+
+
+def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
+    """One of our modes with one kernel."""
+    from peers import AttentionMethod, shard_as
+
+    from easy_context.attention import sequence_parallel_attention
+
+    plan = our_plan(mode_name, kernel_name, args, world)
     return AttentionMethod(functools.partial(sequence_parallel_attention, plan=plan), shard_as(mode_name))
+
+
+def lone_method(mode_name: str, kernel_name: str, rank: int, size: int, args: argparse.Namespace, world):
+    """One rank's part of one of our modes, without communication."""
+    from loopback import alone
+
+    return alone(our_plan(mode_name, kernel_name, args, world), rank, size)
 
 
 def build_and_check(cases: list[Case], args: argparse.Namespace, world) -> dict[tuple[str, str], dict]:
@@ -154,7 +193,7 @@ def build_and_check(cases: list[Case], args: argparse.Namespace, world) -> dict[
                 continue
             method, problem = world.attempt(build)
             errors = None
-            if problem is None and args.check_length:
+            if problem is None and args.check_length and case.checked:
                 errors, problem = world.attempt(functools.partial(check, method, whole, expected, world))
             if problem is None:
                 break
@@ -204,8 +243,8 @@ def main() -> None:
                 row["note"] = problem
                 continue
             row |= times
-            add_rates(row, args, world.size if case.shared else 1)
-            add_ratios(rows, world)
+            add_rates(row, args, case.devices)
+            add_ratios(rows)
             report.write_json(world, args.output, results)
         del whole
     report.write_json(world, args.output, results)

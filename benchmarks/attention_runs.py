@@ -138,13 +138,14 @@ def measure(
 
 def add_rates(row: dict, args: argparse.Namespace, devices: int) -> None:
     """TFLOP/s on each device. Causal attention has 2 matrix products over half the score matrix; backward has 5."""
+    row["devices"] = devices
     product = 2 * args.batch_size * args.heads * args.head_dim * row["seq_length"] ** 2 / 2 / devices
     row["forward_tflops"] = 2 * product / row["forward_ms"] / 1e9
     row["backward_tflops"] = 5 * product / row["backward_ms"] / 1e9
     row["tflops_per_gpu"] = 7 * product / row["total_ms"] / 1e9
 
 
-def add_ratios(rows: list[dict], world: World) -> None:
+def add_ratios(rows: list[dict]) -> None:
     """Speed relative to the limit and to the two peers, in every row that was measured."""
 
     def time_of(method: str, kernel: str, seq_length: int) -> float | None:
@@ -155,7 +156,7 @@ def add_ratios(rows: list[dict], world: World) -> None:
         if "total_ms" not in row or row["method"] == "one GPU":
             continue
         for ratio, method, kernel, parts in (
-            ("of_limit", "one GPU", row["kernel"], world.size),
+            ("of_limit", "one GPU", row["kernel"], row["devices"]),
             ("vs_ring_flash_attn", "ring-flash-attn zigzag", "torch_flash", 1),
             ("vs_context_parallel", "context_parallel", "cudnn", 1),
         ):

@@ -235,3 +235,46 @@ def test_table(load):
     assert len(table) == 4
     assert table[2].split("|")[1].strip() == "a/b" and table[2].split("|")[2].strip() == "1.2"
     assert all(line.count("|") == 3 for line in table)
+
+
+def test_attention_of_lone_ranks(tmp_path):
+    output = tmp_path / "alone.json"
+    sizes = "--seq-length 96 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 1 --alone 2 3"
+    run("attention.py", *sizes.split(), "--modes", "zigzag_ring_attn", "dist_flash_attn", "--output", str(output))
+    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
+    single = rows.pop("one GPU")
+    assert set(rows) == {
+        f"{mode}, rank {rank} of {size} alone"
+        for mode in ("zigzag_ring_attn", "dist_flash_attn")
+        for size, rank in ((2, 0), (2, 1), (3, 0), (3, 2))
+    }
+    for method, row in rows.items():
+        size = int(method.split()[-2])
+        assert row["of_limit"] == pytest.approx(single["total_ms"] / size / row["total_ms"])
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn"])
+@pytest.mark.parametrize("rank,size", [(0, 2), (1, 2), (2, 4)])
+def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
+    """Calls of the kernel and their shapes; that they are right among others is tested in test_modes.py."""
+    from easy_context.attention import AttentionPlan
+    from easy_context.kernels import AttentionMask, select_kernel
+    from easy_context.modes import get_mode
+
+    pairs = []  # (query, key) pairs of each call
+
+    class Counting(type(select_kernel("cpu", torch.device("cpu"), torch.float32, 8))):
+        def forward(self, q, k, v, scale, mask):
+            pairs.append(q.shape[1] * k.shape[1] * q.shape[2] // (2 if mask.causal else 1))
+            return super().forward(q, k, v, scale, mask)
+
+    plan = AttentionPlan(get_mode(mode), 1.0, AttentionMask(causal=True), Counting(), None)
+    method = load("loopback").alone(plan, rank, size)
+    q, k, v = (method.shard(torch.randn(1, 480, 4, 8)).requires_grad_() for _ in range(3))
+    with method.session():
+        out = method.run(q, k, v)
+        out.sum().backward()
+    assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape
+    # Balanced modes: every rank has its share of half of all pairs.
+    assert sum(pairs) == pytest.approx(4 * 480 * 480 / 2 / size, rel=0.05)
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,60 @@
+"""One rank of a sequence-parallel group alone on a device, to time what it computes without what it sends.
+
+The other ranks do not exist: torch.distributed's fake process group has their number, and every message received is a
+copy of one sent, on the device itself. Results are wrong, shapes, kernels and their order are right.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from peers import AttentionMethod
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from easy_context import communication
+from easy_context.attention import AttentionPlan, sequence_parallel_attention
+
+
+def alone(plan: AttentionPlan, rank: int, size: int) -> AttentionMethod:
+    """What rank `rank` of `size` does under the plan's mode and kernel; the plan's group is not used."""
+
+    def run(q, k, v):
+        return sequence_parallel_attention(q, k, v, dataclasses.replace(plan, group=dist.group.WORLD))
+
+    return AttentionMethod(
+        run,
+        lambda tensor: plan.mode.shard(tensor, rank, size),
+        note="without communication",
+        session=functools.partial(_lone_rank, rank, size),
+    )
+
+
+@contextlib.contextmanager
+def _lone_rank(rank: int, size: int) -> Iterator[None]:
+    """A process group of `size` in which this process is `rank` and talks to itself, while the block runs."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with (
+            mock.patch.object(communication.Exchange, "start", _start_loopback),
+            mock.patch.object(dist, "all_to_all_single", _all_to_all_loopback),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _start_loopback(exchange: communication.Exchange) -> communication.Exchange:
+    sent = [step.tensor for step in exchange._operations if step.op is dist.isend]
+    received = [step.tensor for step in exchange._operations if step.op is dist.irecv]
+    for source, target in zip(sent, received, strict=False):
+        common = min(source.numel(), target.numel())
+        target.view(-1)[:common].copy_(source.view(-1)[:common])
+    return exchange
+
+
+def _all_to_all_loopback(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    received.copy_(sent)
