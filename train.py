@@ -56,6 +56,7 @@ def main() -> None:
         config.model_type,
         sequence_parallel_size=args.sequence_parallel_size,
         attn_kernel=args.attn_kernel,
+        attn_engine=args.attn_engine,
         timeout=COLLECTIVE_TIMEOUT,
     )
     if args.liger:

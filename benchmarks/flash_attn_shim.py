@@ -19,7 +19,7 @@ NOTE = "PyTorch's FA2 op in place of flash-attn"
 
 
 def ensure_flash_attn() -> str | None:
-    """Make `flash_attn.flash_attn_interface` importable.
+    """Make `flash_attn.flash_attn_interface` importable: other libraries call it, and `--attn-engine library` does.
 
     Returns:
         None if flash-attn 2 is installed, otherwise a note that this stand-in took its place.

@@ -4,10 +4,7 @@ Every adapter imports its library when it is built, so that a missing one is a r
 """
 
 import contextlib
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +15,9 @@ import torch.nn.functional as F
 from flash_attn_shim import ensure_flash_attn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from easy_context.attention import AttentionPlan, sequence_parallel_attention
+from easy_context.engines import get_engine
+from easy_context.kernels import AttentionMask
 from easy_context.modes import get_mode
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,34 +50,28 @@ def shard_as(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: get_mode(mode).shard(tensor, rank, size)
 
 
-def import_without_package(module: str) -> Any:
-    """Import `package.module` without running the package's `__init__`, for packages whose `__init__` no longer works.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
-    package = module.partition(".")[0]
-    if package not in sys.modules:
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
-        sys.modules[package] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(module)
-
-
 def ring_flash_attn() -> AttentionMethod:
-    """ring-flash-attn's zigzag ring on the FlashAttention-2 kernel."""
+    """ring-flash-attn's zigzag ring on the FlashAttention-2 kernel: `--attn-engine library`.
+
+    The engine makes the calls that the library's own autograd function makes, so the peer loses nothing.
+    """
     note = ensure_flash_attn()
-    zigzag = import_without_package("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+    mode, select_kernel = get_engine("library", "zigzag_ring_attn")
 
     def run(q, k, v):
-        return zigzag(q, k, v, causal=True, group=dist.group.WORLD)
+        kernel = select_kernel(q.device, q.dtype, q.shape[-1])
+        plan = AttentionPlan(mode, q.shape[-1] ** -0.5, AttentionMask(causal=True), kernel, dist.group.WORLD)
+        return sequence_parallel_attention(q, k, v, plan)
 
     return AttentionMethod(run, shard_as("zigzag_ring_attn"), note=note or "")
 
 
 def yunchang_ulysses() -> AttentionMethod:
-    """yunchang's Ulysses on the FlashAttention-2 kernel."""
+    """yunchang's Ulysses on the FlashAttention-2 kernel.
+
+    Its own layer, not `--attn-engine library`: the layer keeps q, k and v in head layout for backward, while the
+    engine, made for checkpointed layers, sends them again.
+    """
     note = ensure_flash_attn()
     from yunchang import UlyssesAttention
     from yunchang.kernels import AttnType

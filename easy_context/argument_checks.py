@@ -126,13 +126,12 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
 def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
     """What this model cannot do with these flags; also sets the RoPE base in `config`."""
     from .huggingface import refuse_model_features
-    from .kernels import check_kernel_name
     from .modes import get_mode
     from .rope import set_rope_theta
 
     problems = []
     checks = (
-        lambda: check_kernel_name(args.attn_kernel),
+        lambda: _check_engine(args, config),
         lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
         lambda: refuse_model_features(config, args.seq_length, size),
         lambda: set_rope_theta(config, args.rope_theta, args.seq_length),
@@ -145,6 +144,23 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
         except ValueError as error:
             problems.append(f"--model {args.model}: {error}" if "--" not in str(error) else str(error))
     return problems
+
+
+def _check_engine(args: argparse.Namespace, config: Any) -> None:
+    """Also of the kernel; the library engine's needs a device, and is imported only where it could run."""
+    import torch
+
+    from .engines import check_engine, get_engine
+    from .kernels.flash_attn import FlashAttnKernel
+
+    check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
+    if args.attn_engine == "library":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim):
+            raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
+    get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
 
 
 def _check_dropout(config: Any) -> None:

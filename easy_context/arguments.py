@@ -6,8 +6,9 @@ import sys
 import time
 from typing import Any, NoReturn
 
-# As in modes/ and kernels/, spelled out here so that --help need not import PyTorch; a test compares them.
+# As in modes/, engines.py and kernels/, spelled out here so that --help need not import PyTorch; a test compares them.
 MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "data_parallel")
+ENGINES = ("easy_context", "library")
 KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 
 
@@ -91,6 +92,12 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="processes that share a row; all of them if not given (data_parallel: 1)",
     )
     how.add_argument("--attn-kernel", choices=KERNELS, default="auto", help="auto takes the fastest that can serve")
+    how.add_argument(
+        "--attn-engine",
+        choices=ENGINES,
+        default="easy_context",
+        help="who computes the split attention; library: ring-flash-attn or yunchang on flash-attn, to compare with",
+    )
     how.add_argument(
         "--gradient-checkpointing",
         choices=("none", "full", "offload"),

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from . import huggingface
 from .attention import AttentionPlan, sequence_parallel_attention
-from .kernels import AttentionMask, check_kernel_name, select_kernel
+from .engines import SelectKernel, get_engine
+from .kernels import AttentionMask
 from .loss import IGNORE_INDEX
 from .mesh import Mesh, build_mesh, sequence_size
 from .modes import ParallelMode, get_mode
@@ -23,7 +24,7 @@ class _Patch:
 
     mode: ParallelMode
     mesh: Mesh
-    attn_kernel: str
+    select_kernel: SelectKernel
     restore: Callable[[], None]
 
 
@@ -36,6 +37,7 @@ def apply_seq_parallel_monkey_patch(
     *,
     sequence_parallel_size: int | None = None,
     attn_kernel: str = "auto",
+    attn_engine: str = "easy_context",
     timeout: timedelta | None = None,
 ) -> Mesh:
     """Make every model of a Hugging Face family, loaded before or after, attend sequence-parallel.
@@ -48,24 +50,25 @@ def apply_seq_parallel_monkey_patch(
         model: the model type (`config.model_type`): llama, mistral, qwen2 or qwen3.
         sequence_parallel_size: ranks that share a row; None for all of them. data_parallel always has 1.
         attn_kernel: "auto" or one of `easy_context.kernels.KERNELS`.
+        attn_engine: one of `easy_context.engines.ENGINES`; "library" needs flash-attn and a library for the mode.
         timeout: of the collectives of groups made here; None for the backend's default.
 
     Returns:
         The grid of ranks, with this process's place in it.
 
     Raises:
-        ValueError: an unknown mode, kernel or family, or a size that does not divide the number of processes.
+        ValueError: an unknown mode, kernel, engine or family, an engine that cannot serve, or a size that does not
+            divide the number of processes.
     """
     global _patch
-    mode = get_mode(seq_algo)
-    check_kernel_name(attn_kernel)
+    mode, select_kernel = get_engine(attn_engine, seq_algo, attn_kernel)
     huggingface.modeling_module(model)
     if mode.name == "data_parallel":
         sequence_parallel_size = sequence_size(sequence_parallel_size, 1, mode.name)
     mesh = build_mesh(sequence_parallel_size, timeout)
     remove_seq_parallel_monkey_patch()
     restore = huggingface.rebind(model, mode.name, _attention_function, _create_mask)
-    _patch = _Patch(mode, mesh, attn_kernel, restore)
+    _patch = _Patch(mode, mesh, select_kernel, restore)
     return mesh
 
 
@@ -170,7 +173,7 @@ def prepare_dataloader(seq_algo: str, dataloader: Any, accelerator: Any) -> Any:
     from accelerate.data_loader import prepare_data_loader
 
     patch = _current_patch()
-    if get_mode(seq_algo) is not patch.mode:
+    if get_mode(seq_algo).name != patch.mode.name:
         raise ValueError(f"the dataloader is prepared for {seq_algo}, but {patch.mode.name} is applied")
     return prepare_data_loader(
         dataloader,
@@ -211,7 +214,7 @@ def _attention_function(
         mode=patch.mode,
         scale=head_dim**-0.5 if scaling is None else scaling,
         mask=AttentionMask(causal=True),
-        kernel=select_kernel(patch.attn_kernel, query.device, query.dtype, head_dim),
+        kernel=patch.select_kernel(query.device, query.dtype, head_dim),
         group=patch.mesh.sequence_group,
     )
     out = sequence_parallel_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan)
