@@ -75,8 +75,7 @@ def import_without_package(module: str) -> Any:
     """
     package = module.partition(".")[0]
     if package not in sys.modules:
-        spec = importlib.util.find_spec(package)
-        if spec is None:
+        if (spec := importlib.util.find_spec(package)) is None:
             raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
         sys.modules[package] = importlib.util.module_from_spec(spec)
     return importlib.import_module(module)
