@@ -1,6 +1,7 @@
 """The SmolLM2 recipe and the tools that it calls."""
 
 import importlib
+import math
 import os
 import shlex
 import subprocess
@@ -100,10 +101,28 @@ def test_scaled_rope_is_saved_and_leaves_fast_frequencies(tmp_path, kind):
         scale_rope.main([str(tmp_path / "out"), str(tmp_path / "again"), "--factor", "2"])
 
 
+@pytest.mark.parametrize("flags,scaling", [([], 0.1 * math.log(16) + 1), (["--attention-factor", "1"], 1.0)])
+def test_attention_factor_of_yarn_holds_in_the_reloaded_model(tmp_path, flags, scaling):
+    from tokenizer_styles import tokenizer_of_style
+    from transformers import AutoModelForCausalLM
+
+    model = save_tiny_llama(tmp_path / "model")
+    tokenizer_of_style("bytes").save_pretrained(model)
+    importlib.import_module("scale_rope").main(
+        [model, str(tmp_path / "out"), "--type", "yarn", "--factor", "16", *flags]
+    )
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert reloaded.model.rotary_emb.attention_scaling == pytest.approx(scaling)
+
+
 def test_tools_check_their_arguments(tmp_path):
     scale_rope, convert = importlib.import_module("scale_rope"), importlib.import_module("convert_gguf")
     with pytest.raises(ValueError, match="--factor 1.0: must be above 1"):
         scale_rope.parse_arguments(["model", "out", "--factor", "1"])
+    with pytest.raises(ValueError, match="--attention-factor 1.0: only --type yarn"):
+        scale_rope.parse_arguments(["model", "out", "--type", "llama3", "--factor", "2", "--attention-factor", "1"])
+    with pytest.raises(ValueError, match="--attention-factor 0.0: must be positive"):
+        scale_rope.parse_arguments(["model", "out", "--type", "yarn", "--factor", "2", "--attention-factor", "0"])
     with pytest.raises(FileNotFoundError, match="does not exist"):
         convert.find_gguf(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"no \.gguf file"):

@@ -75,6 +75,14 @@ def test_half_of_the_questions_stand_at_the_end_and_distances_are_spread():
     assert places.min() < 10_000
 
 
+def test_one_fact_stands_before_all_text():
+    tokenizer = tokenizer_of_style("smollm2")
+    template = FactTemplate("The code of {name} is {value}.", "What is the code of {name}?", " It is {value}.")
+    writer = RetrievalWriter(tokenizer, RetrievalSettings(1.0, 2.0, templates=(template,)))
+    text = tokenizer.decode(writer(np.random.default_rng(3), row_of(tokenizer, 4000)).ids)
+    assert text.lstrip().startswith("The code of ")
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.3, 0.5, 1.0])
 def test_fraction_is_exact(fraction):
     writer = RetrievalWriter(tokenizer_of_style("bytes"), RetrievalSettings(fraction))

@@ -5,7 +5,8 @@
 `train.py --rope-theta` raises the base, which turns every frequency a little and costs a small model some of its short
 context until it has trained for a while. The types here leave the fast frequencies, which carry the near context, as
 they are and slow only those whose period is longer than what the model was trained on: `llama3` as Llama 3.1 does, and
-`yarn`, which also sharpens attention (https://arxiv.org/abs/2309.00071). train.py keeps what it finds in the config.
+`yarn`, which also sharpens attention (https://arxiv.org/abs/2309.00071), by 0.1 ln(factor) + 1 or what
+`--attention-factor` says; 1 leaves it as it was. train.py keeps what it finds in the config.
 """
 
 import argparse
@@ -14,7 +15,9 @@ from pathlib import Path
 TYPES = ("llama3", "yarn", "linear")
 
 
-def rope_parameters(kind: str, factor: float, theta: float, window: int) -> dict[str, float | int | str]:
+def rope_parameters(
+    kind: str, factor: float, theta: float, window: int, attention_factor: float | None = None
+) -> dict[str, float | int | str]:
     """Return the `rope_parameters` of a Hugging Face config.
 
     Args:
@@ -22,12 +25,15 @@ def rope_parameters(kind: str, factor: float, theta: float, window: int) -> dict
         factor: the new window over the old one.
         theta: RoPE base, not changed.
         window: tokens that the model was trained on.
+        attention_factor: of yarn, on queries and keys each; None for its formula.
     """
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind in ("llama3", "yarn"):
         parameters["original_max_position_embeddings"] = window
     if kind == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if attention_factor is not None:
+        parameters["attention_factor"] = attention_factor
     return parameters
 
 
@@ -35,16 +41,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line.
 
     Raises:
-        ValueError: a factor that does not lengthen the window.
+        ValueError: a factor that does not lengthen the window, or an attention factor that has no use.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub name of a model with plain RoPE")
     parser.add_argument("output", type=Path, help="folder for the copy")
     parser.add_argument("--type", choices=TYPES, default="llama3", help="kind of scaling (llama3)")
     parser.add_argument("--factor", type=float, required=True, help="new window over old window, such as 16")
+    parser.add_argument("--attention-factor", type=float, help="of yarn; default 0.1 ln(factor) + 1")
     options = parser.parse_args(arguments)
-    if options.factor <= 1:
+    if not 1 < options.factor < float("inf"):
         raise ValueError(f"--factor {options.factor}: must be above 1, the new window over the old one")
+    if options.attention_factor is not None and options.type != "yarn":
+        raise ValueError(f"--attention-factor {options.attention_factor}: only --type yarn has one, not {options.type}")
+    if options.attention_factor is not None and not 0 < options.attention_factor < float("inf"):
+        raise ValueError(f"--attention-factor {options.attention_factor}: must be positive, such as 1")
     return options
 
 
@@ -64,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"{options.model}: its RoPE is of type {kind!r} already, plain RoPE is needed")
     window = config.max_position_embeddings
     theta = config.rope_parameters["rope_theta"]
-    config.rope_parameters = rope_parameters(options.type, options.factor, theta, window)
+    config.rope_parameters = rope_parameters(options.type, options.factor, theta, window, options.attention_factor)
     config.max_position_embeddings = int(window * options.factor)
     AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype="auto").save_pretrained(options.output)
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)

@@ -144,12 +144,15 @@ class RetrievalWriter:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _place(self, rng: np.random.Generator, text: np.ndarray, encoded: list) -> list[_Insert]:
-        """Give every fact a random place at the end of a sentence, and its question one behind it."""
+        """Give every fact a random place at the end of a sentence, and its question one behind it.
+
+        One fact stands before all text, where random places almost never fall and looking back is hardest.
+        """
         sentence_ends = np.flatnonzero(self._ends_sentence[text]) + 1
         reach = max(1, len(text) // 64)
         inserts = []
-        for statement, question in encoded:
-            place = _next_end(sentence_ends, int(rng.integers(len(text) + 1)), reach)
+        for index, (statement, question) in enumerate(encoded):
+            place = _next_end(sentence_ends, int(rng.integers(len(text) + 1)), reach) if index else 0
             at_end = rng.random() < QUESTIONS_AT_END
             asked = len(text) if at_end else _next_end(sentence_ends, int(rng.integers(place, len(text) + 1)), reach)
             inserts += [_Insert(place, *statement), _Insert(max(place, asked), *question)]
