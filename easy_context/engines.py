@@ -18,7 +18,7 @@ from .kernels import AttentionKernel, check_kernel_name, select_kernel
 from .kernels.flash_attn import FlashAttnKernel
 from .modes import ParallelMode, get_mode
 from .modes.base import require_plain_causal
-from .modes.ulysses_attn import UlyssesAttention, _kv_repeats, _sum_copies, check_query_heads
+from .modes.ulysses_attn import UlyssesAttention, check_query_heads, kv_repeats, sum_copies
 from .modes.zigzag_ring_attn import ZigzagRingAttention
 
 ENGINES = ("easy_context", "library")
@@ -137,11 +137,11 @@ class LibraryUlysses(UlyssesAttention):
         dout, out = (self._scatter_heads(x, group=group) for x in (dout, out))
         grads = kernel.backward(dout, *self._scatter_qkv(q, k, v, group), out, *residuals, scale, mask)
         dq, *dkv = (self._gather_heads(grad, group=group) for grad in grads)
-        repeats = _kv_repeats(k.shape[2], group_size(group))
-        return dq, *(_sum_copies(grad, repeats) for grad in dkv)
+        repeats = kv_repeats(k.shape[2], group_size(group))
+        return dq, *(sum_copies(grad, repeats) for grad in dkv)
 
     def _scatter_qkv(self, q, k, v, group) -> list[torch.Tensor]:
-        repeats = _kv_repeats(k.shape[2], group_size(group))
+        repeats = kv_repeats(k.shape[2], group_size(group))
         k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
         return [self._scatter_heads(x, group=group) for x in (q, k, v)]
 

@@ -80,7 +80,11 @@ def test_attention_on_two_processes(tmp_path):
             assert row["error"] < 0.02  # bf16 against float64
             assert row["of_limit"] == pytest.approx(single["total_ms"] / 2 / row["total_ms"])
             assert row["tflops_per_gpu"] > 0 and row["repeats"] == 2
-        # Peers are not installed here, or need a GPU: a row says so and nothing else is lost.
+        for peer in ("ring-flash-attn zigzag", "yunchang Ulysses"):  # on PyTorch's kernel in place of flash-attn's
+            row = rows[peer, "torch_flash", seq_length]
+            assert row["error"] < 0.02 and row["total_ms"] > 0
+            assert "flash-attn" in row["note"]
+        # What needs a GPU is a row that says so, and nothing else is lost.
         assert rows["context_parallel", "cudnn", seq_length]["note"]
     assert "| zigzag_ring_attn" in printed and "of limit" in printed
 

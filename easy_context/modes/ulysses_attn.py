@@ -40,8 +40,8 @@ class UlyssesAttention(ParallelMode):
         dout, out = scatter_heads(_interleave((dout, out), size), group).chunk(2, dim=2)
         grads = kernel.backward(dout, *_scatter_qkv(q, k, v, group), out, *residuals, scale, mask)
         dq, dk, dv = _deinterleave(gather_heads(torch.cat(grads, dim=2), group), [x.shape[2] for x in grads], size)
-        repeats = _kv_repeats(kv_heads, size)
-        dk, dv = (_sum_copies(x, repeats) for x in (dk, dv))
+        repeats = kv_repeats(kv_heads, size)
+        dk, dv = (sum_copies(x, repeats) for x in (dk, dv))
         assert dq.shape[2] == heads and dk.shape[2] == kv_heads
         return dq, dk, dv
 
@@ -55,14 +55,15 @@ def check_query_heads(heads: int, size: int) -> None:
         )
 
 
-def _kv_repeats(kv_heads: int, size: int) -> int:
+def kv_repeats(kv_heads: int, size: int) -> int:
+    """How often each key head is repeated so that `size` ranks get equally many."""
     return math.lcm(kv_heads, size) // kv_heads
 
 
 def _scatter_qkv(q, k, v, group):
     """q, k and v as head shards, by one all-to-all; key heads repeated where the ranks do not divide them."""
     size = group_size(group)
-    repeats = _kv_repeats(k.shape[2], size)
+    repeats = kv_repeats(k.shape[2], size)
     k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
     heads = [x.shape[2] // size for x in (q, k, v)]
     return scatter_heads(_interleave((q, k, v), size), group).split(heads, dim=2)
@@ -79,7 +80,7 @@ def _deinterleave(tensor: torch.Tensor, heads: list[int], size: int) -> list[tor
     return [part.flatten(2, 3) for part in tensor.unflatten(2, (size, -1)).split(heads, dim=3)]
 
 
-def _sum_copies(grad: torch.Tensor, repeats: int) -> torch.Tensor:
+def sum_copies(grad: torch.Tensor, repeats: int) -> torch.Tensor:
     """Sum the gradients of the copies of each key head, in float32 or wider."""
     if repeats == 1:
         return grad
