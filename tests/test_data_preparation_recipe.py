@@ -73,6 +73,26 @@ def test_finished_steps_are_skipped(tmp_path):
     assert "131072" in commands[0][1]
 
 
+def test_stages_can_go_on(tmp_path):
+    stages = "65536:4:3e-4 131072:3:2e-4 262144:2:1e-4"
+    commands = [flags_of(command) for command in dry_run(tmp_path, STAGES=stages, FACTOR="32")]
+    parse = parsers()
+    train = [parse["train.py"](flags) for script, flags in commands if script == "train.py"]
+    assert [(x.seq_length, x.max_train_steps, x.learning_rate) for x in train] == [
+        (65536, 4, 3e-4),
+        (131072, 3, 2e-4),
+        (262144, 2, 1e-4),
+    ]
+    needle = next(flags for script, flags in commands if script == "eval_needle.py")
+    assert needle[needle.index("--max_context_length") + 1] == "262144"
+
+
+def test_wrong_stages_are_named(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        dry_run(tmp_path, STAGES="65536:100")
+    assert "STAGES: '65536:100' is not LENGTH:STEPS:RATE" in failed.value.stderr
+
+
 def test_missing_texts_are_named(tmp_path):
     environment = os.environ | {"DRY_RUN": "1", "TEXTS": str(tmp_path / "none")}
     result = subprocess.run(["bash", RECIPE], env=environment, capture_output=True, text=True, timeout=60)

@@ -18,7 +18,8 @@
 #   ROPE      what lengthens the window: a scaling of tools/scale_rope.py, or a new base such as 2e7   (yarn)
 #   FACTOR    of the scaling, the new window over the old one: 16 is 131,072 tokens                    (16)
 #   ATTENTION_FACTOR   of yarn: 1 leaves attention as it was, empty takes YaRN's formula               (1)
-#   STEPS_64K STEPS_128K LR_64K LR_128K                      length and learning rate of the two stages
+#   STAGES    length of rows : steps : learning rate         (65536:100:3e-4 131072:50:2e-4)
+#             not tried yet: FACTOR=32 and one stage more, to 256K, STAGES="65536:100:3e-4 131072:50:2e-4 262144:12:1e-4"
 #   FACTS RETRIEVAL TEXT_LABELS                              the retrieval rows, see prepare_data.py --help
 #   SAMPLES   needle prompts for each length and depth       (2)
 #   PYTHON    interpreter                                    (.venv/bin/python if it is there)
@@ -32,10 +33,7 @@ GPUS=${GPUS:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
 ROPE=${ROPE:-yarn}
 FACTOR=${FACTOR:-16}
 ATTENTION_FACTOR=${ATTENTION_FACTOR-1}
-STEPS_64K=${STEPS_64K:-100}
-STEPS_128K=${STEPS_128K:-50}
-LR_64K=${LR_64K:-3e-4}
-LR_128K=${LR_128K:-2e-4}
+STAGES=${STAGES:-"65536:100:3e-4 131072:50:2e-4"}
 FACTS=${FACTS:-2}
 RETRIEVAL=${RETRIEVAL:-0.5}
 TEXT_LABELS=${TEXT_LABELS:-0.1}
@@ -143,7 +141,7 @@ train() { # FROM LENGTH STEPS LEARNING_RATE
     finish "train-$2"
 }
 
-evaluate() { # FINAL
+evaluate() { # FINAL LENGTH
     if ! finished perplexity; then
         run "${EVAL_LAUNCH[@]}" eval_ppl.py --model "$MODEL" --model "$1" --text data/haystack/emma.txt \
             --min-tokens 4096 --max-tokens 196608 --tokens-step 4096 --output-file "$OUTPUT/perplexity.csv"
@@ -151,8 +149,8 @@ evaluate() { # FINAL
         finish perplexity
     fi
     if ! finished needle; then
-        run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$1" --min_context_length 8192 --max_context_length 131072 \
-            --context_interval 8192 --depth_interval 0.1 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle"
+        run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$1" --min_context_length "$(($2 / 16))" --max_context_length "$2" \
+            --context_interval "$(($2 / 16))" --depth_interval 0.1 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle"
         run "$PYTHON" plot.py needle "$OUTPUT/needle/cells.jsonl" --output "$OUTPUT/needle.png"
         finish needle
     fi
@@ -163,12 +161,19 @@ evaluate() { # FINAL
     fi
 }
 
-rows 65536 "$STEPS_64K"
-rows 131072 "$STEPS_128K"
+for stage in $STAGES; do
+    [[ $stage =~ ^[0-9]+:[0-9]+:[0-9.e-]+$ ]] || fail "STAGES: '$stage' is not LENGTH:STEPS:RATE, such as 65536:100:3e-4"
+    IFS=: read -r LENGTH STEPS RATE <<< "$stage"
+    rows "$LENGTH" "$STEPS"
+done
 start
-train "$START" 65536 "$STEPS_64K" "$LR_64K"
-train "$OUTPUT/model-65536" 131072 "$STEPS_128K" "$LR_128K"
-evaluate "$OUTPUT/model-131072"
+FROM=$START
+for stage in $STAGES; do
+    IFS=: read -r LENGTH STEPS RATE <<< "$stage"
+    train "$FROM" "$LENGTH" "$STEPS" "$RATE"
+    FROM=$OUTPUT/model-$LENGTH
+done
+evaluate "$FROM" "$LENGTH"
 if [ "$DRY_RUN" != 1 ]; then
-    echo "the model is $OUTPUT/model-131072; see perplexity.png, needle.png and the JSON files in $OUTPUT"
+    echo "the model is $FROM; see perplexity.png, needle.png and the JSON files in $OUTPUT"
 fi
