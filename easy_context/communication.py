@@ -1,5 +1,7 @@
 """Point-to-point exchanges and all-to-all on torch.distributed, the same over NCCL and gloo."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -66,28 +68,39 @@ def ring_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch
     return received, exchange.start()
 
 
-def scatter_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-to-all from sequence shards to head shards (DeepSpeed Ulysses, arXiv 2309.14509).
+def scatter_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """All-to-all from sequence shards to head shards (DeepSpeed Ulysses, arXiv 2309.14509), one message for all.
 
     Args:
-        tensor: `[batch, seq / size, heads, head_dim]`, this rank's rows of the sequence. heads is divisible by size.
+        tensors: each `[batch, seq / size, heads, head_dim]`, this rank's rows of the sequence, of one dtype; heads may
+            differ and are divisible by size.
 
     Returns:
-        `[batch, seq, heads / size, head_dim]`: the whole sequence for this rank's heads.
+        each as `[batch, seq, heads / size, head_dim]`: the whole sequence for this rank's heads. They share memory.
     """
     size = group_size(group)
-    batch, rows, heads, head_dim = tensor.shape
-    sent = tensor.unflatten(2, (size, heads // size)).permute(2, 0, 1, 3, 4).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.transpose(0, 1).reshape(batch, size * rows, heads // size, head_dim)
+    parts = [tensor.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for tensor in tensors]
+    received = _all_to_all(parts, group)  # [size, batch, seq / size, heads of all / size, head_dim]
+    return list(received.transpose(0, 1).flatten(1, 2).split([part.shape[3] for part in parts], dim=2))
 
 
-def gather_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Inverse of `scatter_heads`: `[batch, seq, heads / size, head_dim]` to `[batch, seq / size, heads, head_dim]`."""
     size = group_size(group)
-    batch, rows, heads, head_dim = tensor.shape
-    sent = tensor.unflatten(1, (size, rows // size)).transpose(0, 1).contiguous()
+    parts = [tensor.unflatten(1, (size, -1)).transpose(0, 1) for tensor in tensors]
+    received = _all_to_all(parts, group).split([part.shape[3] for part in parts], dim=3)
+    return [part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in received]
+
+
+def _all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange `[size, batch, rows, heads, head_dim]` tensors, joined along heads with a single copy of each."""
+    if len(parts) == 1:
+        sent = parts[0].contiguous()
+    else:
+        heads = [part.shape[3] for part in parts]
+        sent = parts[0].new_empty(*parts[0].shape[:3], sum(heads), parts[0].shape[4])
+        for place, part in zip(sent.split(heads, dim=3), parts, strict=True):
+            place.copy_(part)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    return received.permute(1, 2, 0, 3, 4).reshape(batch, rows // size, size * heads, head_dim)
+    return received

@@ -18,7 +18,7 @@ from .kernels import AttentionKernel, check_kernel_name, select_kernel
 from .kernels.flash_attn import FlashAttnKernel
 from .modes import ParallelMode, get_mode
 from .modes.base import require_plain_causal
-from .modes.ulysses_attn import UlyssesAttention, check_query_heads, kv_repeats, sum_copies
+from .modes.ulysses_attn import UlyssesAttention, check_query_heads, kv_repeats, repeat_heads, sum_copies
 from .modes.zigzag_ring_attn import ZigzagRingAttention
 
 ENGINES = ("easy_context", "library")
@@ -141,8 +141,7 @@ class LibraryUlysses(UlyssesAttention):
         return dq, *(sum_copies(grad, repeats) for grad in dkv)
 
     def _scatter_qkv(self, q, k, v, group) -> list[torch.Tensor]:
-        repeats = kv_repeats(k.shape[2], group_size(group))
-        k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
+        k, v = repeat_heads((k, v), group_size(group))
         return [self._scatter_heads(x, group=group) for x in (q, k, v)]
 
 

@@ -44,16 +44,22 @@ def ring_around(group, first_rank: int) -> None:
 def heads_there_and_back(group, first_rank: int) -> None:
     """Element (batch, position, head, dim) of the whole row is a number that tells where it came from."""
     rank, size = group_rank(group), group_size(group)
-    rows, heads = 3, 2 * size
-    whole = torch.arange(2 * rows * size * heads * 4).reshape(2, rows * size, heads, 4) + 1000 * first_rank
+    rows = 3
+    wholes = [
+        torch.arange(2 * rows * size * heads * 4).reshape(2, rows * size, heads, 4) + 1000 * first_rank + 7 * heads
+        for heads in (2 * size, size, 3 * size)
+    ]
     for dtype in DTYPES:
-        data = whole.to(dtype)
-        mine = data[:, rank * rows : (rank + 1) * rows]
-        scattered = scatter_heads(mine, group)
-        assert torch.equal(scattered, data[:, :, rank * 2 : (rank + 1) * 2])
-        assert torch.equal(gather_heads(scattered, group), mine)
-        strided = scattered.transpose(1, 2).contiguous().transpose(1, 2)
-        assert torch.equal(gather_heads(strided, group), mine)
+        for count in (1, 2, 3):  # tensors in one message
+            data = [whole.to(dtype) for whole in wholes[:count]]
+            mine = [x[:, rank * rows : (rank + 1) * rows] for x in data]
+            scattered = scatter_heads(mine, group)
+            for part, x in zip(scattered, data, strict=True):
+                assert torch.equal(part, x.chunk(size, dim=2)[rank])
+            strided = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in scattered]
+            for back in (gather_heads(scattered, group), gather_heads(strided, group)):
+                for part, x in zip(back, mine, strict=True):
+                    assert torch.equal(part, x)
 
 
 def exchange_uneven(group) -> None:

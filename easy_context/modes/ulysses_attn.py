@@ -28,22 +28,20 @@ class UlyssesAttention(ParallelMode):
             return out, (lse,)
         require_plain_causal(mask, self.name)
         check_query_heads(q.shape[2], size)
-        out, lse = kernel.forward(*_scatter_qkv(q, k, v, group), scale, mask)
-        return gather_heads(out, group), (lse,)
+        k, v = repeat_heads((k, v), size)
+        out, lse = kernel.forward(*scatter_heads((q, k, v), group), scale, mask)
+        return gather_heads((out,), group)[0], (lse,)
 
     def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
         size = group_size(group)
         if size == 1:
             return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)
-        heads, kv_heads = q.shape[2], k.shape[2]
+        repeats = kv_repeats(k.shape[2], size)
+        k, v = repeat_heads((k, v), size)
         # Recomputed layers have q, k, v only as sequence shards, so they are sent again, together with out and dout.
-        dout, out = scatter_heads(_interleave((dout, out), size), group).chunk(2, dim=2)
-        grads = kernel.backward(dout, *_scatter_qkv(q, k, v, group), out, *residuals, scale, mask)
-        dq, dk, dv = _deinterleave(gather_heads(torch.cat(grads, dim=2), group), [x.shape[2] for x in grads], size)
-        repeats = kv_repeats(kv_heads, size)
-        dk, dv = (sum_copies(x, repeats) for x in (dk, dv))
-        assert dq.shape[2] == heads and dk.shape[2] == kv_heads
-        return dq, dk, dv
+        dout, q, k, v, out = scatter_heads((dout, q, k, v, out), group)
+        dq, dk, dv = gather_heads(kernel.backward(dout, q, k, v, out, *residuals, scale, mask), group)
+        return dq, sum_copies(dk, repeats), sum_copies(dv, repeats)
 
 
 def check_query_heads(heads: int, size: int) -> None:
@@ -60,24 +58,10 @@ def kv_repeats(kv_heads: int, size: int) -> int:
     return math.lcm(kv_heads, size) // kv_heads
 
 
-def _scatter_qkv(q, k, v, group):
-    """q, k and v as head shards, by one all-to-all; key heads repeated where the ranks do not divide them."""
-    size = group_size(group)
-    repeats = kv_repeats(k.shape[2], size)
-    k, v = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (k, v))
-    heads = [x.shape[2] // size for x in (q, k, v)]
-    return scatter_heads(_interleave((q, k, v), size), group).split(heads, dim=2)
-
-
-def _interleave(tensors: tuple[torch.Tensor, ...], size: int) -> torch.Tensor:
-    """Concatenate along heads so that each of `size` equal parts holds that part of every tensor."""
-    parts = [tensor.unflatten(2, (size, -1)) for tensor in tensors]
-    return torch.cat(parts, dim=3).flatten(2, 3)
-
-
-def _deinterleave(tensor: torch.Tensor, heads: list[int], size: int) -> list[torch.Tensor]:
-    """Undo `_interleave`: `heads` are the heads of each tensor inside one part."""
-    return [part.flatten(2, 3) for part in tensor.unflatten(2, (size, -1)).split(heads, dim=3)]
+def repeat_heads(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, ...]:
+    """k and v with each head as often as `kv_repeats` says, copies side by side."""
+    repeats = kv_repeats(tensors[0].shape[2], size)
+    return tuple(x.repeat_interleave(repeats, dim=2) for x in tensors) if repeats > 1 else tensors
 
 
 def sum_copies(grad: torch.Tensor, repeats: int) -> torch.Tensor:
