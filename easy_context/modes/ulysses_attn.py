@@ -38,8 +38,10 @@ class UlyssesAttention(ParallelMode):
             return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)
         repeats = kv_repeats(k.shape[2], size)
         k, v = repeat_heads((k, v), size)
-        # Recomputed layers have q, k, v only as sequence shards, so they are sent again, together with out and dout.
-        dout, q, k, v, out = scatter_heads((dout, q, k, v, out), group)
+        # Recomputed layers have q, k, v only as sequence shards, so they are sent again. Two messages, not one, because
+        # what is sent is free again before the second one is put together.
+        dout, out = scatter_heads((dout, out), group)
+        q, k, v = scatter_heads((q, k, v), group)
         dq, dk, dv = gather_heads(kernel.backward(dout, q, k, v, out, *residuals, scale, mask), group)
         return dq, sum_copies(dk, repeats), sum_copies(dv, repeats)
 
