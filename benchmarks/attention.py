@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
+CANDIDATES = ("zigzag_all_gather",)  # not in the package
 KERNELS = ("flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 PEERS = ("ring_flash_attn", "yunchang_ulysses", "yunchang_usp", "context_parallel")
 COLUMNS = (
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--modes", nargs="*", choices=OUR_MODES, default=list(OUR_MODES))
+    parser.add_argument("--modes", nargs="*", choices=OUR_MODES + CANDIDATES, default=list(OUR_MODES))
     parser.add_argument(
         "--kernels",
         nargs="+",
@@ -151,8 +152,14 @@ def our_plan(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
     from easy_context.kernels import AttentionMask, select_kernel
     from easy_context.modes import get_mode
 
+    if mode_name in CANDIDATES:
+        from zigzag_all_gather import ZigzagAllGather
+
+        mode = ZigzagAllGather()
+    else:
+        mode = get_mode(mode_name)
     return AttentionPlan(
-        mode=get_mode(mode_name),
+        mode=mode,
         scale=args.head_dim**-0.5,
         mask=AttentionMask(causal=True),
         kernel=select_kernel(kernel_name, world.device, torch.bfloat16, args.head_dim),
@@ -162,12 +169,14 @@ def our_plan(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
 
 def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
     """One of our modes with one kernel."""
-    from peers import AttentionMethod, shard_as
+    from peers import AttentionMethod
 
     from easy_context.attention import sequence_parallel_attention
 
     plan = our_plan(mode_name, kernel_name, args, world)
-    return AttentionMethod(functools.partial(sequence_parallel_attention, plan=plan), shard_as(mode_name))
+    rank, size = (0, 1) if plan.group is None else (world.rank, world.size)
+    run = functools.partial(sequence_parallel_attention, plan=plan)
+    return AttentionMethod(run, lambda tensor: plan.mode.shard(tensor, rank, size))
 
 
 def lone_method(mode_name: str, kernel_name: str, rank: int, size: int, args: argparse.Namespace, world):

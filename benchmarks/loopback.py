@@ -40,7 +40,9 @@ def _lone_rank(rank: int, size: int) -> Iterator[None]:
     try:
         with (
             mock.patch.object(communication.Exchange, "start", _start_loopback),
-            mock.patch.object(dist, "all_to_all_single", _all_to_all_loopback),
+            mock.patch.object(dist, "all_to_all_single", _copy_loopback),
+            mock.patch.object(dist, "all_gather_into_tensor", _copy_loopback),
+            mock.patch.object(dist, "reduce_scatter_tensor", _reduce_scatter_loopback),
         ):
             yield
     finally:
@@ -56,5 +58,11 @@ def _start_loopback(exchange: communication.Exchange) -> communication.Exchange:
     return exchange
 
 
-def _all_to_all_loopback(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    received.copy_(sent)
+def _copy_loopback(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    received.view(-1, *sent.shape).copy_(sent)  # an all-gather receives as much from every rank
+
+
+def _reduce_scatter_loopback(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    received.copy_(sent[: len(received)])

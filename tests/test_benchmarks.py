@@ -68,14 +68,15 @@ def test_attention_on_two_processes(tmp_path):
         "--repeats",
         "2",
     ]
-    printed = run("attention.py", *sizes, "--output", str(output), processes=2)
+    modes = ["--modes", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "zigzag_all_gather"]
+    printed = run("attention.py", *sizes, *modes, "--output", str(output), processes=2)
     results = json.loads(output.read_text())
     assert results["environment"]["processes"] == 2
     assert results["environment"]["packages"]["torch"] == torch.__version__
     rows = {(row["method"], row["kernel"], row["seq_length"]): row for row in results["rows"]}
     for seq_length in (64, 128):
         single = rows["one GPU", "cpu", seq_length]
-        for mode in ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn"):
+        for mode in modes[1:]:
             row = rows[mode, "cpu", seq_length]
             assert row["error"] < 0.02  # bf16 against float64
             assert row["of_limit"] == pytest.approx(single["total_ms"] / 2 / row["total_ms"])
@@ -282,3 +283,29 @@ def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
     # Balanced modes: every rank has its share of half of all pairs.
     assert sum(pairs) == pytest.approx(4 * 480 * 480 / 2 / size, rel=0.05)
     assert not torch.distributed.is_initialized()
+
+
+def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
+    """FlashAttention's kernels do; here the reference does, and agrees with two calls and a merge."""
+    from plain_attention import random_inputs, relative_error
+
+    from easy_context.kernels import select_kernel
+    from easy_context.kernels.reference import ReferenceKernel
+
+    candidate = load("zigzag_all_gather")
+
+    class AlignedAtTheEnd(ReferenceKernel):
+        name = "flash_attn"
+
+        @staticmethod
+        def _scores(q, k, scale, mask):
+            padded = torch.cat((q.new_zeros(q.shape[0], k.shape[1] - q.shape[1], *q.shape[2:]), q), dim=1)
+            return ReferenceKernel._scores(padded, k, scale, mask)[..., -q.shape[1] :, :]
+
+    q, k, v, dout = random_inputs(31, 2, 12, 40, 4, 2, 16, torch.float64)
+    results = []
+    for kernel in (AlignedAtTheEnd(), select_kernel("reference", torch.device("cpu"), torch.float64, 16)):
+        out, lse = candidate._forward(kernel, q, k, v, 0.3)
+        results.append((out, lse, *candidate._backward(kernel, dout, q, k, v, out, lse, 0.3)))
+    for one_call, two_calls in zip(*results, strict=True):
+        assert relative_error(one_call, two_calls) < 1e-10
