@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,20 @@ def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str],
     return problems, config
 
 
+def launch_problems(world_size: int) -> list[str]:
+    """What is wrong with how this process was started."""
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        return [
+            f"WORLD_SIZE={world_size} is in the environment, but not {', '.join(missing)}: start with accelerate "
+            "launch or torchrun, which set them all, or unset WORLD_SIZE for one process"
+        ]
+    return []
+
+
 def _number_problems(args: argparse.Namespace) -> list[str]:
     problems = []
     at_least_one = (
-        "seq_length",
         "batch_size",
         "gradient_accumulate_every",
         "max_train_steps",
@@ -41,13 +52,13 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
         "log_every",
     )
     not_negative = ("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate")
-    for names, least in ((at_least_one, 1), (not_negative, 0)):
+    for names, least in ((("seq_length",), 2), (at_least_one, 1), (not_negative, 0)):
         for name in names:
             value = getattr(args, name)
             if not (math.isfinite(value) and value >= least):
-                problems.append(f"--{name.replace('_', '-')} {value} must be at least {least}")
+                problems.append(f"--{name.replace('_', '-')} {value} must be a finite number, at least {least}")
     if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
-        problems.append(f"--rope-theta {args.rope_theta} must be positive")
+        problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
     if not 0 <= args.seed < 2**32:  # numpy takes no other
         problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
     if not all(0 <= beta < 1 for beta in args.adam_betas):
@@ -63,11 +74,12 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
 def _output_problems(args: argparse.Namespace) -> list[str]:
     from .checkpoints import is_finished
 
-    output_dir = Path(args.output_dir)
-    existing = output_dir
-    while not existing.exists():
-        existing = existing.parent
+    if not args.output_dir.strip():
+        return ["--output-dir is empty: name a folder"]
+    output_dir = existing = Path(args.output_dir)
     try:
+        while not existing.exists():  # raises if a name is too long
+            existing = existing.parent
         tempfile.TemporaryFile(dir=existing).close()  # the mode bits do not know of read-only or full disks
     except OSError as error:
         return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
@@ -111,6 +123,8 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
         return None, [f"--model {model} holds no config.json: give the folder of a saved model, or a hub name"]
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*")):
         return None, [f"--model {model} holds no weights (model.safetensors or shards of it): save the model there"]
+    if folder.is_dir() and (problem := _damaged_weights(folder)):
+        return None, [f"--model {model}: {problem}; copy or save the model anew"]
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -121,6 +135,19 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
     except ValueError as error:  # whose config may lack what the other checks read
         return None, [f"--model {model}: {error}"]
     return config, []
+
+
+def _damaged_weights(folder: Path) -> str | None:
+    """Which safetensors file does not have the length that its header promises, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file.name} is damaged ({str(error).splitlines()[0]})"
+    return None
 
 
 def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
@@ -147,20 +174,20 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
 
 
 def _check_engine(args: argparse.Namespace, config: Any) -> None:
-    """Also of the kernel; the library engine's needs a device, and is imported only where it could run."""
+    """Also of the kernel, on this machine; the library engine is imported only where it could run."""
     import torch
 
     from .engines import check_engine, get_engine
     from .kernels.flash_attn import FlashAttnKernel
 
     check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
-    if args.attn_engine == "library":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim):
-            raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
-    get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if args.attn_engine == "library" and (reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim)):
+        raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
+    _, select = get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
+    select(device, dtype, head_dim)
 
 
 def _check_dropout(config: Any) -> None:
@@ -184,7 +211,7 @@ def _check_liger(args: argparse.Namespace, config: Any) -> None:
 
 
 def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
-    from .data import check_token_ids, load_rows
+    from .data import check_rows, load_rows
 
     problems = []
     for flag, name in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
@@ -193,7 +220,7 @@ def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
         try:
             rows = load_rows(name, flag)
             if config is not None:
-                check_token_ids(rows, config.vocab_size, flag)
+                check_rows(rows, config.vocab_size, max(2, args.seq_length), f"{flag} {name}")
         except ValueError as error:
             problems.append(str(error))
     return problems

@@ -154,9 +154,11 @@ def check_arguments(args: argparse.Namespace) -> Any:
     Returns:
         The model's config, with the RoPE base and window that the flags ask for.
     """
-    from .argument_checks import find_problems
+    from .argument_checks import find_problems, launch_problems
 
-    problems, config = find_problems(args, int(os.environ.get("WORLD_SIZE", "1")))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems, config = find_problems(args, world_size)
+    problems = launch_problems(world_size) + problems
     if problems:
         _let_first_process_speak()
         print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)

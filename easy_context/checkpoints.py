@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
+_WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)  # as save_pretrained names them
 
 
 def is_finished(output_dir: Path) -> bool:
@@ -32,9 +36,9 @@ def prepare_output_dir(args: Namespace) -> None:
 def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
     """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
 
-    Every rank calls it. All files are written into the folder `saving` first, so that a run that dies meanwhile leaves
-    an earlier model as it was. Then they are renamed into place, an earlier `config.json` going first and the new one
-    coming last: where there is a `config.json`, the model is whole.
+    Every rank calls it. All files are written into a folder `.saving-model` first, so that a run that dies meanwhile
+    leaves an earlier model as it was. Then they are renamed into place, an earlier `config.json` going first and the
+    new one coming last: where there is a `config.json`, the model is whole.
 
     Args:
         accelerator: the Accelerator.
@@ -42,7 +46,7 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
         tokenizer: saved beside the model; None for none.
         output_dir: the folder.
     """
-    target, partial = Path(output_dir), Path(output_dir) / "saving"
+    target, partial = Path(output_dir), Path(output_dir) / ".saving-model"
     state_dict = accelerator.get_state_dict(model)  # a collective; None off rank 0 under ZeRO-3
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -50,8 +54,9 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         (target / MODEL_CONFIG).unlink(missing_ok=True)
-        for old in [*target.glob("model*.safetensors"), *target.glob("model*.index.json")]:
-            old.unlink()  # shards of another count would be found beside the new ones
+        for old in target.iterdir():
+            if _WEIGHTS.fullmatch(old.name):
+                old.unlink()  # shards of another count would be found beside the new ones
         for path in sorted(partial.iterdir(), key=lambda path: path.name == MODEL_CONFIG):
             if (target / path.name).is_dir():  # a tokenizer's chat templates
                 shutil.rmtree(target / path.name)

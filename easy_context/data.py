@@ -38,7 +38,7 @@ def load_rows(name: str, flag: str = "--dataset") -> Any:
             "prepare_data.py makes such rows from text"
         )
     if len(dataset) == 0:
-        raise ValueError(f"{flag} {name} has no rows")
+        raise ValueError(f"{flag} {name} has no rows: name another dataset; prepare_data.py makes rows from text")
     dataset = dataset.select_columns([column for column in _COLUMNS if column in dataset.column_names])
     for column in dataset.column_names:
         inner = getattr(dataset.features[column], "feature", None)
@@ -65,7 +65,9 @@ def _load(name: str, flag: str) -> Any:
         else:
             loaded = datasets.load_dataset(name)
     except (StopIteration, IndexError) as error:  # what an empty file or folder gives
-        raise ValueError(f"{flag} {name} has no rows") from error
+        raise ValueError(
+            f"{flag} {name} has no rows: name another dataset; prepare_data.py makes rows from text"
+        ) from error
     except Exception as error:  # malformed files and unknown hub names raise a dozen types
         reason = error.__cause__ or error
         first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
@@ -95,30 +97,58 @@ def _data_files(path: Path, flag: str) -> list[Path]:
     return files
 
 
-def check_token_ids(dataset: Any, vocab_size: int, flag: str = "--dataset") -> None:
-    """Raise ValueError if one of the first 100 million token ids is not in the vocabulary.
+def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--dataset") -> None:
+    """Check the rows that hold the first 100 million token ids.
 
     Args:
         dataset: from `load_rows`.
         vocab_size: of the model.
-        flag: for the error.
+        seq_length: tokens of a row that are used.
+        what: flag and name of the dataset, for errors.
+
+    Raises:
+        ValueError: a row that is null or holds one, a token id or label outside the vocabulary, labels of another
+            length than their row, or no token that could be learned in any of these rows.
     """
     import pyarrow.compute as pc
 
-    seen = 0
+    seen, learnable = 0, False
     for table in dataset.with_format("arrow").iter(batch_size=16):
-        tokens = pc.list_flatten(table["input_ids"])
-        extremes = pc.min_max(tokens).as_py()
-        _refuse_ids(extremes["min"], extremes["max"], vocab_size, flag)
-        seen += len(tokens)
+        for column in table.column_names:
+            tokens = pc.list_flatten(table[column])
+            if table[column].null_count or tokens.null_count:
+                raise ValueError(f"{what} holds nulls in {column}: give every row whole lists of integers")
+            if column == "labels":
+                tokens = tokens.filter(pc.not_equal(tokens, IGNORE_INDEX))
+            extremes = pc.min_max(tokens).as_py()
+            _refuse_ids(
+                extremes["min"], extremes["max"], vocab_size, what, "labels" if column == "labels" else "token ids"
+            )
+        lengths = pc.list_value_length(table["input_ids"])
+        if "labels" in table.column_names:
+            label_lengths = pc.list_value_length(table["labels"])
+            for count, labels in zip(lengths.to_pylist(), label_lengths.to_pylist(), strict=True):
+                if count != labels:
+                    raise ValueError(f"{what}: a row has {count} input_ids and {labels} labels; they must be as many")
+        # The first token of a row is never predicted.
+        targets = table["labels" if "labels" in table.column_names else "input_ids"]
+        learnable = learnable or any(
+            bool((row[1:seq_length] != IGNORE_INDEX).any()) for row in targets.to_numpy() if len(row) > 1
+        )
+        seen += pc.sum(lengths).as_py() or 0
         if seen >= _TOKENS_CHECKED:
             break
+    if not learnable:
+        raise ValueError(
+            f"{what} has no token to learn in its first {seen} tokens: rows need at least 2 tokens, and labels other "
+            "than -100 behind the first one"
+        )
 
 
-def _refuse_ids(least: int | None, most: int | None, vocab_size: int, flag: str, what: str = "token ids") -> None:
+def _refuse_ids(least: int | None, most: int | None, vocab_size: int, where: str, what: str = "token ids") -> None:
     if least is not None and (least < 0 or most >= vocab_size):
         raise ValueError(
-            f"{flag} holds {what} from {least} to {most}, but the model's vocabulary has {vocab_size}: the rows "
+            f"{where} holds {what} from {least} to {most}, but the model's vocabulary has {vocab_size}: the rows "
             "were tokenised for another model"
         )
 

@@ -246,6 +246,9 @@ def main(arguments: list[str] | None = None) -> None:
     result.add_argument("folder", type=Path, help="output of train_scripts/quickstart.sh")
     result.set_defaults(run=lambda args: print(table(args.folder)))
     args = parser.parse_args(arguments)
+    for flag in ("window", "rows", "most_questions"):
+        if getattr(args, flag, 1) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
     args.run(args)
 
 

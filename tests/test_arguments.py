@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from easy_context import argument_checks, arguments
@@ -50,14 +52,28 @@ def assets(tmp_path_factory) -> Path:
     }
     for name, config in configs.items():
         config.save_pretrained(folder / name)
-        (folder / name / "model.safetensors").touch()  # the checks look for weights, and read none
+        save_file({}, folder / name / "model.safetensors")  # the checks look for weights, and read headers only
     LlamaConfig(**small).save_pretrained(folder / "no-weights")
+    LlamaConfig(**small).save_pretrained(folder / "cut-off")
+    save_file({"x": torch.ones(100)}, folder / "cut-off" / "model.safetensors")
+    with open(folder / "cut-off" / "model.safetensors", "r+b") as file:
+        file.truncate(200)
     for model_type in ("gpt2", "no-such-type"):
         (folder / model_type).mkdir()
-        (folder / model_type / "model.safetensors").touch()
+        save_file({}, folder / model_type / "model.safetensors")
         (folder / model_type / "config.json").write_text(f'{{"model_type": "{model_type}", "vocab_size": 32}}')
     datasets.Dataset.from_dict({"input_ids": [list(range(32)), [1, 2, 3]]}).save_to_disk(folder / "rows")
     datasets.Dataset.from_dict({"input_ids": [[1, 32]]}).save_to_disk(folder / "foreign")
+    for name, rows in {
+        "masked": {"input_ids": [[1, 2], [3, 4]], "labels": [[1, -100], [3, -100]]},
+        "single": {"input_ids": [[1], [2]]},
+        "late": {"input_ids": [[1] * 40], "labels": [[-100] * 36 + [1] * 4]},
+        "null": {"input_ids": [[1, 2], None]},
+        "hole": {"input_ids": [[1, None]]},
+        "uneven": {"input_ids": [[1, 2], [1, 2, 3]], "labels": [[1, 2], [1, 2]]},
+        "label": {"input_ids": [[1, 2]], "labels": [[1, 32]]},
+    }.items():
+        datasets.Dataset.from_dict(rows).save_to_disk(folder / name)
     datasets.Dataset.from_dict({"input_ids": [["a"]]}).save_to_disk(folder / "strings")
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(folder / "text")
     datasets.Dataset.from_dict({"input_ids": [[1]]}).select([]).save_to_disk(folder / "empty")
@@ -112,14 +128,14 @@ def test_names_spelled_out_for_help_are_the_real_ones():
 @pytest.mark.parametrize(
     "flags, fragments",
     [
-        (["--seq-length", "0"], ["--seq-length 0", "at least 1"]),
+        (["--seq-length", "1"], ["--seq-length 1", "at least 2"]),
         (["--batch-size", "-1"], ["--batch-size -1", "at least 1"]),
         (["--gradient-accumulate-every", "0"], ["--gradient-accumulate-every 0"]),
         (["--max-train-steps", "0"], ["--max-train-steps 0"]),
         (["--log-every", "0"], ["--log-every 0"]),
         (["--eval-every", "0"], ["--eval-every 0"]),
         (["--warmup-steps", "-1"], ["--warmup-steps -1", "at least 0"]),
-        (["--learning-rate", "nan"], ["--learning-rate nan"]),
+        (["--learning-rate", "nan"], ["--learning-rate nan", "finite number"]),
         (["--weight-decay", "-0.1"], ["--weight-decay -0.1"]),
         (["--max-grad-norm", "inf"], ["--max-grad-norm inf"]),
         (["--rope-theta", "-1"], ["--rope-theta -1", "positive"]),
@@ -130,7 +146,11 @@ def test_names_spelled_out_for_help_are_the_real_ones():
         (["--output-dir", "/proc/easy_context"], ["--output-dir /proc/easy_context", "cannot be written"]),
         (["--output-dir", "{0}/finished"], ["--output-dir", "finished model", "--overwrite"]),
         (["--model", "{0}/nothing"], ["--model", "no such folder", "hub name"]),
+        (["--output-dir", ""], ["--output-dir is empty"]),
+        (["--output-dir", "{0}/" + 300 * "x"], ["--output-dir", "too long", "another folder"]),
+        (["--attn-kernel", "cudnn"], ["--attn-kernel cudnn", "CUDA"]),
         (["--model", "{0}/no-weights"], ["--model", "holds no weights"]),
+        (["--model", "{0}/cut-off"], ["--model", "model.safetensors is damaged", "anew"]),
         (["--model", "{0}/rows"], ["--model", "holds no config.json"]),
         (["--model", "{0}/no-such-type"], ["--model", "no-such-type", "hub name or a model's folder"]),
         (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),
@@ -141,7 +161,14 @@ def test_names_spelled_out_for_help_are_the_real_ones():
         (["--dataset", "{0}/text"], ["--dataset", "['text']", "input_ids", "prepare_data.py"]),
         (["--dataset", "{0}/strings"], ["--dataset", "lists of integers"]),
         (["--dataset", "{0}/foreign"], ["--dataset", "32", "vocabulary has 32", "another model"]),
-        (["--eval-dataset", "{0}/foreign"], ["--eval-dataset", "another model"]),
+        (["--eval-dataset", "{0}/foreign"], ["--eval-dataset", "foreign", "another model"]),
+        (["--dataset", "{0}/masked"], ["--dataset", "masked", "no token to learn"]),
+        (["--eval-dataset", "{0}/single"], ["--eval-dataset", "no token to learn"]),
+        (["--dataset", "{0}/late"], ["--dataset", "no token to learn"]),  # its labels lie beyond --seq-length
+        (["--dataset", "{0}/null"], ["--dataset", "nulls in input_ids"]),
+        (["--dataset", "{0}/hole"], ["--dataset", "nulls in input_ids"]),
+        (["--dataset", "{0}/uneven"], ["--dataset", "3 input_ids and 2 labels"]),
+        (["--dataset", "{0}/label"], ["--dataset", "labels from 1 to 32"]),
         (["--wandb", "x", "--report-to", "none"], ["--wandb x", "--report-to none"]),
         (["--sequence-parallel-size", "2", "--parallel_mode", "data_parallel"], ["--sequence-parallel-size 2"]),
         (["--liger"], ["--liger", "--no-liger"]),
@@ -220,6 +247,8 @@ def test_only_the_first_process_of_a_machine_speaks(assets, monkeypatch, capsys)
     """The launcher ends the others while they wait; one whose problem is its own speaks in the end."""
     args = parse_arguments(["--model", str(assets / "nothing"), "--dataset", str(assets / "empty")])
     monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     said_before_the_wait = []
     monkeypatch.setattr("time.sleep", lambda seconds: said_before_the_wait.append(capsys.readouterr().err))
     for rank, local_rank in ((0, 0), (1, 1), (8, 0)):
@@ -246,3 +275,14 @@ def test_a_tracker_that_is_not_installed_is_named(assets, monkeypatch):
 
 def test_the_one_flag_with_an_underscore_is_taken_with_a_dash_too():
     assert parse_arguments(["--parallel-mode", "ulysses_attn"]).parallel_mode == "ulysses_attn"
+
+
+def test_a_launch_without_a_launcher_is_named(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert argument_checks.launch_problems(1) == []
+    (problem,) = argument_checks.launch_problems(2)
+    assert "WORLD_SIZE=2" in problem and "RANK, LOCAL_RANK" in problem and "torchrun" in problem
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert argument_checks.launch_problems(2) == []

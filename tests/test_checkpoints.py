@@ -118,7 +118,7 @@ def test_a_save_that_fails_leaves_the_earlier_model(tmp_path, monkeypatch):
     monkeypatch.undo()
     save_model(OneProcess(), model, None, str(tmp_path))  # what the failure left is no obstacle
     assert_reloads(tmp_path, model)
-    assert not (tmp_path / "saving").exists()
+    assert not (tmp_path / ".saving-model").exists()
 
 
 def test_a_save_that_is_cut_off_while_renaming_is_not_taken_for_a_model(tmp_path, monkeypatch):
@@ -127,6 +127,16 @@ def test_a_save_that_is_cut_off_while_renaming_is_not_taken_for_a_model(tmp_path
     with pytest.raises(KeyboardInterrupt):
         save_model(OneProcess(), tiny_llama(seed=1), None, str(tmp_path))
     assert not is_finished(tmp_path)
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path):
+    (tmp_path / "saving").mkdir()
+    mine = [tmp_path / name for name in ("model_backup.safetensors", "saving/notes.txt", "model-best.safetensors")]
+    for path in mine:
+        path.write_text("keep")
+    for seed in (1, 2):
+        save_model(OneProcess(), tiny_llama(seed=seed), None, str(tmp_path))
+    assert all(path.read_text() == "keep" for path in mine)
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from easy_context.data import (
     RowStream,
-    check_token_ids,
+    check_rows,
     collate,
     describe_lengths,
     evaluation_batches,
@@ -145,9 +145,9 @@ def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
     bad = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40 + [[3, 99]]})
     bad.to_parquet(tmp_path / "rows.parquet")
     rows = load_rows(str(tmp_path / "rows.parquet"))
-    check_token_ids(rows, 100)
+    check_rows(rows, 100, 8)
     with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
-        check_token_ids(rows, 99)
+        check_rows(rows, 99, 8)
 
 
 def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):

@@ -87,14 +87,38 @@ def test_stages_can_go_on(tmp_path):
     assert needle[needle.index("--max_context_length") + 1] == "262144"
 
 
-def test_wrong_stages_are_named(tmp_path):
+@pytest.mark.parametrize(
+    "name,value,said",
+    [
+        ("STAGES", "65536:100", "STAGE='65536:100' must be LENGTH:STEPS:RATE in STAGES"),
+        ("STAGES", "65536:0:1e-4", "STAGE='65536:0:1e-4' must be LENGTH:STEPS:RATE"),
+        ("STAGES", "65536:9:1e", "STAGE='65536:9:1e' must be LENGTH:STEPS:RATE"),
+        ("GPUS", "-1", "GPUS='-1' must be a number of GPUs"),
+        ("ROPE", "foo", "ROPE='foo' must be yarn, llama3, linear, or a base"),
+        ("ROPE", "0", "ROPE='0' must be"),
+        ("FACTOR", "0", "FACTOR='0' must be a number above 1"),
+        ("SAMPLES", "0", "SAMPLES='0' must be a whole number above 0"),
+    ],
+)
+def test_wrong_variables_are_named(tmp_path, name, value, said):
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        dry_run(tmp_path, STAGES="65536:100")
-    assert "STAGES: '65536:100' is not LENGTH:STEPS:RATE" in failed.value.stderr
+        dry_run(tmp_path, **{name: value})
+    assert said in failed.value.stderr
+
+
+@pytest.mark.parametrize("value,runs_dry", [("1", True), ("yes", True), ("true", True), ("0", False), ("no", False)])
+def test_what_asks_for_a_dry_run(tmp_path, value, runs_dry):
+    environment = os.environ | {"DRY_RUN": value, "TEXTS": str(tmp_path / "none"), "OUTPUT": str(tmp_path), "GPUS": "1"}
+    result = subprocess.run(["bash", RECIPE], env=environment, capture_output=True, text=True, timeout=60)
+    if runs_dry:
+        assert result.returncode == 0 and "train.py" in result.stdout
+    else:
+        assert result.returncode != 0 and "holds no treasury_of_david.txt" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_texts_are_named(tmp_path):
-    environment = os.environ | {"DRY_RUN": "1", "TEXTS": str(tmp_path / "none")}
+    environment = os.environ | {"TEXTS": str(tmp_path / "none")}
     result = subprocess.run(["bash", RECIPE], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
     assert "holds no treasury_of_david.txt" in result.stderr
@@ -117,8 +141,12 @@ def test_scaled_rope_is_saved_and_leaves_fast_frequencies(tmp_path, kind):
     assert after.config.max_position_embeddings == 16 * before.config.max_position_embeddings
     for name, weight in before.state_dict().items():
         assert torch.equal(weight, after.state_dict()[name])
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(ValueError, match="already, plain RoPE"):
         scale_rope.main([str(tmp_path / "out"), str(tmp_path / "again"), "--factor", "2"])
+    for taken in (tmp_path / "out", Path(model)):
+        with pytest.raises(ValueError, match="is there already: name another folder"):
+            scale_rope.main([model, str(taken), "--factor", "2"])
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
 @pytest.mark.parametrize("flags,scaling", [([], 0.1 * math.log(16) + 1), (["--attention-factor", "1"], 1.0)])
@@ -143,6 +171,9 @@ def test_tools_check_their_arguments(tmp_path):
         scale_rope.parse_arguments(["model", "out", "--type", "llama3", "--factor", "2", "--attention-factor", "1"])
     with pytest.raises(ValueError, match="--attention-factor 0.0: must be positive"):
         scale_rope.parse_arguments(["model", "out", "--type", "yarn", "--factor", "2", "--attention-factor", "0"])
+    command = [sys.executable, "tools/scale_rope.py", "m", "o", "--factor", "0"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith("scale_rope.py: --factor 0.0: must be above 1")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         convert.find_gguf(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"no \.gguf file"):

@@ -14,6 +14,7 @@ The weights keep the rounding of their quantisation (Q4_1 here): the result is t
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -127,4 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        sys.exit(f"convert_gguf.py: {error}")

@@ -10,6 +10,7 @@ they are and slow only those whose period is longer than what the model was trai
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 TYPES = ("llama3", "yarn", "linear")
@@ -41,7 +42,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line.
 
     Raises:
-        ValueError: a factor that does not lengthen the window, or an attention factor that has no use.
+        ValueError: a factor that does not lengthen the window, an attention factor that has no use, or an output folder
+            that exists.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub name of a model with plain RoPE")
@@ -52,6 +54,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 < options.factor < float("inf"):
         raise ValueError(f"--factor {options.factor}: must be above 1, the new window over the old one")
+    if options.output.exists():
+        raise ValueError(f"output: {options.output} is there already: name another folder, or remove it")
     if options.attention_factor is not None and options.type != "yarn":
         raise ValueError(f"--attention-factor {options.attention_factor}: only --type yarn has one, not {options.type}")
     if options.attention_factor is not None and not 0 < options.attention_factor < float("inf"):
@@ -63,13 +67,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Load, set the scaling, save model and tokenizer.
 
     Raises:
-        ValueError: the model's RoPE is scaled already.
+        ValueError: the model has no plain RoPE.
+        OSError: no model or tokenizer there.
     """
     options = parse_arguments(arguments)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     config = AutoConfig.from_pretrained(options.model)
+    if "rope_theta" not in (getattr(config, "rope_parameters", None) or {}):
+        raise ValueError(f"{options.model}: a {config.model_type} model has no rotary embeddings of one base to scale")
     kind = config.rope_parameters.get("rope_type", "default")
     if kind != "default":
         raise ValueError(f"{options.model}: its RoPE is of type {kind!r} already, plain RoPE is needed")
@@ -77,12 +84,19 @@ def main(arguments: list[str] | None = None) -> None:
     theta = config.rope_parameters["rope_theta"]
     config.rope_parameters = rope_parameters(options.type, options.factor, theta, window, options.attention_factor)
     config.max_position_embeddings = int(window * options.factor)
-    AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype="auto").save_pretrained(options.output)
-    AutoTokenizer.from_pretrained(options.model).save_pretrained(options.output)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype="auto")
+    partial = options.output.with_name(options.output.name + ".partial")  # renamed when it is whole
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(options.output)
     print(
         f"{options.output}: RoPE {config.rope_parameters}, window {window} -> {config.max_position_embeddings} tokens"
     )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"scale_rope.py: {error}")

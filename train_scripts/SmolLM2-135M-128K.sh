@@ -38,7 +38,7 @@ FACTS=${FACTS:-2}
 RETRIEVAL=${RETRIEVAL:-0.5}
 TEXT_LABELS=${TEXT_LABELS:-0.1}
 SAMPLES=${SAMPLES:-2}
-DRY_RUN=${DRY_RUN:-0}
+case ${DRY_RUN:-0} in 0 | no | false) DRY_RUN=0 ;; *) DRY_RUN=1 ;; esac
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 
 fail() {
@@ -75,10 +75,27 @@ find_text() {
             return
         fi
     done
+    if [ "$DRY_RUN" = 1 ]; then
+        echo "$TEXTS/$1.txt" # printed, not read
+        return
+    fi
     fail "TEXTS=$TEXTS holds no $1.txt (nor .gz, .xz, .bz2). Both texts are in the public domain: C. H. Spurgeon, The \
 Treasury of David, and the World English Bible (worldenglish.bible)."
 }
 
+# must_match VARIABLE REGULAR-EXPRESSION WHAT
+must_match() {
+    [[ ${!1} =~ ^($2)$ ]] || fail "$1='${!1}' must be $3"
+}
+
+NUMBER='[0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]*\.[0-9]*[1-9][0-9]*'
+must_match GPUS '[0-9]+' "a number of GPUs"
+must_match SAMPLES '[1-9][0-9]*' "a whole number above 0"
+must_match FACTOR "$NUMBER" "a number above 1, such as 16"
+must_match ROPE "yarn|llama3|linear|($NUMBER)(e[0-9]+)?" "yarn, llama3, linear, or a base such as 2e7"
+for STAGE in $STAGES; do
+    must_match STAGE "[1-9][0-9]*:[1-9][0-9]*:($NUMBER)(e-?[0-9]+)?" "LENGTH:STEPS:RATE in STAGES, such as 65536:100:3e-4"
+done
 TREASURY=$(find_text treasury_of_david)
 BIBLE=$(find_text world_english_bible)
 if [ "$GPUS" -eq 0 ]; then
@@ -125,6 +142,7 @@ start() {
             if [ "$ROPE" = yarn ] && [ -n "$ATTENTION_FACTOR" ]; then
                 SCALING+=(--attention-factor "$ATTENTION_FACTOR")
             fi
+            [ "$DRY_RUN" = 1 ] || rm -rf "$START" # of a run that was cut off
             run "$PYTHON" tools/scale_rope.py "$MODEL" "$START" "${SCALING[@]}"
             finish start
             ;;
@@ -161,15 +179,14 @@ evaluate() { # FINAL LENGTH
     fi
 }
 
-for stage in $STAGES; do
-    [[ $stage =~ ^[0-9]+:[0-9]+:[0-9.e-]+$ ]] || fail "STAGES: '$stage' is not LENGTH:STEPS:RATE, such as 65536:100:3e-4"
-    IFS=: read -r LENGTH STEPS RATE <<< "$stage"
+for STAGE in $STAGES; do
+    IFS=: read -r LENGTH STEPS RATE <<< "$STAGE"
     rows "$LENGTH" "$STEPS"
 done
 start
 FROM=$START
-for stage in $STAGES; do
-    IFS=: read -r LENGTH STEPS RATE <<< "$stage"
+for STAGE in $STAGES; do
+    IFS=: read -r LENGTH STEPS RATE <<< "$STAGE"
     train "$FROM" "$LENGTH" "$STEPS" "$RATE"
     FROM=$OUTPUT/model-$LENGTH
 done

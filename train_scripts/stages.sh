@@ -1,6 +1,6 @@
 # Sourced by the recipes: runs train.py stage by stage, each from the model that the stage before saved.
 #
-#   DRY_RUN=1   print the commands instead of running them
+#   DRY_RUN=1   print the commands instead of running them (0, no, false or nothing: run them)
 #   CONFIG      Accelerate configuration (default: eight GPUs of one machine)
 #   NUM_PROCESSES   overrides the number of processes in CONFIG
 #   OUTPUT      folder of the stages' folders (default: output)
@@ -8,6 +8,7 @@
 
 command -v accelerate > /dev/null || PATH=$PWD/.venv/bin:$PATH # made by the quickstart, and not activated
 : "${CONFIG:=accelerate_configs/single_node.yaml}" "${OUTPUT:=output}" "${DRY_RUN:=0}" "${EXTRA:=}"
+case $DRY_RUN in 0 | no | false) DRY_RUN=0 ;; *) DRY_RUN=1 ;; esac
 
 # stage NAME FLAGS... : train $MODEL into $OUTPUT/NAME, then let MODEL be that; a finished stage is skipped.
 stage() {
