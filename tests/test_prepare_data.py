@@ -218,7 +218,7 @@ def test_bad_flags(inputs, tmp_path, flags, message):
 def test_two_sources_of_one_name(inputs, tmp_path):
     path = str(inputs / "novel.txt")
     shutil.copy(path, tmp_path / "novel.txt")
-    base = ["--tokenizer", "t", "--seq-length", "8", "--output-dir", str(tmp_path), "--input", path]
+    base = ["--tokenizer", "t", "--seq-length", "8", "--output-dir", str(tmp_path / "rows"), "--input", path]
     with pytest.raises(ValueError, match="two sources are named 'novel'"):
         parse_arguments([*base, str(tmp_path / "novel.txt")])
     assert len(parse_arguments([*base, f"other={tmp_path / 'novel.txt'}"]).settings.sources) == 2
@@ -240,3 +240,94 @@ def test_what_only_the_data_shows(tokenizer_dir, inputs, tmp_path, flags, messag
     with pytest.raises(ValueError, match=message):
         run(tokenizer_dir, tmp_path / "rows", "--input", inputs / "notes.jsonl", "--num-workers", 1, *flags)
     assert not (tmp_path / "rows" / "report.json").exists()
+
+
+# --- folders
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize("flag", ["--output-dir", "--work-dir"])
+@pytest.mark.parametrize("damaged_report", [None, "{", "{}", "[1]"])
+def test_folders_of_others_are_refused_and_left_alone(tokenizer_dir, inputs, tmp_path, overwrite, flag, damaged_report):
+    foreign = tmp_path / "foreign"
+    for name in ("train", "validation", "work", "new.part"):
+        (foreign / name).mkdir(parents=True)
+        (foreign / name / "mine.txt").write_text(name)
+    if damaged_report is not None:
+        (foreign / "report.json").write_text(damaged_report)
+    before = files_of(foreign)
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64, "--num-workers", 1, flag, foreign, *overwrite]
+    with pytest.raises(ValueError, match=f"{flag} .*foreign: is not empty and was not made by prepare_data.py"):
+        run(tokenizer_dir, tmp_path / "rows", *flags)
+    assert files_of(foreign) == before
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("name", ["train/mine.txt", "validation/mine.txt", "work/mine.txt", "new.part/mine.txt"])
+def test_overwrite_keeps_files_of_others_in_own_folders(tokenizer_dir, inputs, tmp_path, name):
+    output = tmp_path / "rows"
+    flags = ["--input", inputs / "notes.jsonl", "--num-workers", 1]
+    run(tokenizer_dir, output, *flags, "--seq-length", 128)
+    (output / "notes.txt").write_text("beside the rows")
+    run(tokenizer_dir, output, *flags, "--seq-length", 64, "--overwrite")
+    assert (output / "notes.txt").read_text() == "beside the rows"
+    (output / name).parent.mkdir(exist_ok=True)
+    (output / name).write_text("mine")
+    before = files_of(output)
+    with pytest.raises(ValueError, match=f"--output-dir .*{name} is not from prepare_data.py and would be lost"):
+        run(tokenizer_dir, output, *flags, "--seq-length", 32, "--overwrite")
+    assert files_of(output) == before
+
+
+def test_failed_overwrite_keeps_the_finished_rows(tokenizer_dir, inputs, tmp_path, monkeypatch):
+    output = tmp_path / "rows"
+    flags = ["--input", inputs / "notes.jsonl", "--num-workers", 1, "--validation-fraction", 0.1]
+    run(tokenizer_dir, output, *flags, "--seq-length", 128)
+    before = files_of(output)
+
+    def changed():
+        return {name: data for name, data in files_of(output).items() if not name.startswith("work/")} != before
+
+    with pytest.raises(ValueError, match="fewer than one row"):
+        run(tokenizer_dir, output, *flags, "--seq-length", 10_000_000, "--overwrite")
+    assert not changed()
+    with monkeypatch.context() as patch:
+        patch.setattr("easy_context.data_preparation.pipeline.draw_lengths", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tokenizer_dir, output, *flags, "--seq-length", 64, "--overwrite")
+    assert not changed()
+    run(tokenizer_dir, output, *flags[:4], "--seq-length", 64, "--overwrite")
+    assert len(rows(output / "train")[0]["input_ids"]) == 64
+    assert not (output / "validation").exists()
+    assert not (output / "work").exists()
+
+
+def test_work_dir_of_results_is_refused(tokenizer_dir, inputs, tmp_path):
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64, "--work-dir", tmp_path / "rows" / "train"]
+    with pytest.raises(ValueError, match="--work-dir .*train: results of --output-dir go there"):
+        run(tokenizer_dir, tmp_path / "rows", *flags)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[1]"])
+def test_damaged_report_is_named_and_can_be_replaced(tokenizer_dir, inputs, tmp_path, content):
+    output = tmp_path / "rows"
+    flags = ["--input", inputs / "notes.jsonl", "--num-workers", 1, "--seq-length", 128]
+    run(tokenizer_dir, output, *flags)
+    (output / "report.json").write_text(content)
+    with pytest.raises(ValueError, match="--output-dir .*report.json is damaged .* --overwrite"):
+        run(tokenizer_dir, output, *flags)
+    assert run(tokenizer_dir, output, *flags, "--overwrite")["splits"]["train"]["rows"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--work-dir"])
+def test_folder_that_cannot_be_is_named(tokenizer_dir, inputs, tmp_path, flag):
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64, "--num-workers", 1]
+    for path in (inputs / "novel.txt", inputs / "novel.txt" / "below"):
+        with pytest.raises(ValueError, match=f"{flag} .*novel.txt is a file, a folder is needed"):
+            run(tokenizer_dir, tmp_path / "rows", *flags, flag, path)
+    with pytest.raises(ValueError, match=f"{flag} /proc/rows: cannot be written .*; take another folder"):
+        run(tokenizer_dir, tmp_path / "rows", *flags, flag, "/proc/rows")

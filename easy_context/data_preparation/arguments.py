@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from easy_context.data_preparation.folders import RESULTS, STAGING, check_folder
 from easy_context.data_preparation.retrieval import RetrievalSettings, read_templates
 from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.sources import Source, parse_source
@@ -103,7 +104,11 @@ def _add_run_flags(group) -> None:
     group.add_argument("--output-dir", type=Path, required=True, help="gets train/, validation/ and the report")
     group.add_argument("--work-dir", type=Path, help="keep the tokenised documents here, to reuse them in other runs")
     group.add_argument("--num-workers", type=int, default=_available_cores(), help="tokenising processes")
-    group.add_argument("--overwrite", action="store_true", help="replace rows that other settings left there")
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace rows that other settings left there, once the new ones are whole",
+    )
 
 
 def _available_cores() -> int:
@@ -119,6 +124,7 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     """
     values = build_parser().parse_args(arguments)
     _check_numbers(values)
+    _check_folders(values.output_dir, values.work_dir)
     sources = [parse_source(text) for text in values.input]
     validation_sources = [parse_source(text) for text in values.validation_input]
     _check_names([*sources, *validation_sources])
@@ -159,8 +165,14 @@ def _check_numbers(values: argparse.Namespace) -> None:
             raise ValueError(
                 f"--document-start {values.document_start!r}: not a regular expression: {error}"
             ) from error
-    if values.output_dir.exists() and not values.output_dir.is_dir():
-        raise ValueError(f"--output-dir {values.output_dir}: is a file, a folder is needed")
+
+
+def _check_folders(output_dir: Path, work_dir: Path | None) -> None:
+    check_folder("--output-dir", output_dir)
+    if work_dir is not None:
+        check_folder("--work-dir", work_dir)
+        if work_dir.resolve() in [(output_dir / name).resolve() for name in (*RESULTS, STAGING)]:
+            raise ValueError(f"--work-dir {work_dir}: results of --output-dir go there; take another folder")
 
 
 def _retrieval_settings(values: argparse.Namespace) -> RetrievalSettings:

@@ -9,6 +9,15 @@ from typing import Any
 from tqdm import tqdm
 
 from easy_context.data_preparation.documents import DocumentTokenizer, tokenise
+from easy_context.data_preparation.folders import (
+    STAGING,
+    WORK,
+    claim_folder,
+    install_results,
+    read_report,
+    refuse_foreign_files,
+    remove_token_stores,
+)
 from easy_context.data_preparation.planning import (
     RETRIEVAL,
     plan_train,
@@ -82,44 +91,54 @@ def prepare(
         workers: tokenising processes; they do not change the result.
         work_dir: keeps the tokenised documents, for an interrupted run and for other row lengths. None: a folder in
             `output_dir`, removed at the end.
-        overwrite: replace a finished run of other settings.
+        overwrite: replace a finished run of other settings, once the new rows are whole.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: a setting that does not fit the data, or `output_dir` holds the rows of other settings.
+        ValueError: a setting that does not fit the data, `output_dir` holds the rows of other settings, or one of
+            the folders holds what prepare_data.py did not write.
     """
     rules = tokenizer_digest(tokenizer)
     sources = [*settings.sources, *settings.validation_sources]
     digests = [source_digest(source, settings, rules) for source in sources]
     run = run_digest(settings, digests)
-    report_file = output_dir / "report.json"
-    if report_file.exists() and not overwrite:
-        report = json.loads(report_file.read_text())
-        if report["run"] == run:
-            return report
+    finished = None if overwrite else read_report(output_dir)
+    if finished is not None:
+        if finished["run"] == run:
+            return finished
         raise ValueError(
             f"--output-dir: {output_dir} holds rows of other inputs or settings; take another or --overwrite"
         )
-    report_file.unlink(missing_ok=True)
+    claim_folder("--output-dir", output_dir)
+    refuse_foreign_files(output_dir)
+    if work_dir is not None:
+        claim_folder("--work-dir", work_dir)
     document_tokenizer = DocumentTokenizer(
         tokenizer, find_separator(tokenizer, settings.separator), settings.text_field
     )
-    tokens_dir = work_dir or output_dir / "work"
+    tokens_dir = work_dir or output_dir / WORK
     stores = [
         _tokenise_source(source, settings, document_tokenizer, tokens_dir / f"{source.name}-{digest}", workers)
         for source, digest in zip(sources, digests, strict=True)
     ]
-    report = _write_splits(settings, stores, tokenizer, output_dir)
-    report["run"] = run
-    report_file.write_text(json.dumps(report, indent=2) + "\n")
+    staging = output_dir / STAGING
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir()
+        report = _write_splits(settings, stores, tokenizer, staging)
+        report["run"] = run
+        (staging / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+        install_results(output_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     if work_dir is None:
-        shutil.rmtree(tokens_dir)
+        remove_token_stores(tokens_dir)
     return report
 
 
-def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, output_dir: Path) -> dict[str, Any]:
+def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, folder: Path) -> dict[str, Any]:
     train_stores, extra = stores[: len(settings.sources)], stores[len(settings.sources) :]
     held_out = plan_validation_documents(train_stores, settings)
     plans = {
@@ -139,19 +158,17 @@ def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, 
     for split, plan in plans.items():
         progress = partial(tqdm, desc=f"write {split}", unit=" rows", total=len(plan.rows))
         if plan.rows:
-            counts[split] = write_rows(output_dir / split, plan.rows, stores, with_labels, transforms[split], progress)
+            counts[split] = write_rows(folder / split, plan.rows, stores, with_labels, transforms[split], progress)
         else:
-            shutil.rmtree(output_dir / split, ignore_errors=True)
             counts[split] = {"rows": 0, "tokens": 0, "learned_tokens": 0}
-    _write_bad_records(stores, output_dir / "bad_records.jsonl")
+    _write_bad_records(stores, folder / "bad_records.jsonl")
     report = build_report(settings, stores, plans, counts)
     report["retrieval"] = {"rows": writer.rows, "facts": writer.facts}
-    draw_lengths(settings, stores, plans["train"], output_dir / "lengths.png")
+    draw_lengths(settings, stores, plans["train"], folder / "lengths.png")
     return report
 
 
 def _write_bad_records(stores: list[TokenStore], path: Path) -> None:
-    path.unlink(missing_ok=True)
     if any(store.problems for store in stores):
         with path.open("w") as file:
             for store in stores:
