@@ -10,6 +10,7 @@ written at once and a second run goes on from there. Tasks, templates and files:
 """
 
 import csv
+import io
 import json
 import os
 import sys
@@ -18,10 +19,11 @@ from pathlib import Path
 from easy_context.evaluation.arguments import (
     FlagParser,
     add_model_flags,
-    check_writable,
+    check_model_flags,
     context_lengths,
     load_tokenizer,
 )
+from easy_context.evaluation.files import check_writable, write_whole
 from easy_context.evaluation.needle import NEEDLE_TEMPLATE, NeedleTask
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 
@@ -101,6 +103,7 @@ def parse_arguments(arguments: list[str] | None = None):
     for name, least in (("num_samples", 1), ("few_shot", 0), ("batch_tokens", 1), ("rnd_number_digits", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: give at least {least}")
+    check_model_flags(args)
     if args.output_dir is None:
         args.output_dir = Path("output/needle", Path(args.model).name)
     check_writable(args.output_dir / "cells.jsonl", "--output_dir")
@@ -149,7 +152,8 @@ def open_journal(args, settings: dict):
         return None
     path = args.output_dir / "cells.jsonl"
     if args.overwrite:
-        path.unlink()
+        path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return Journal(path, settings)
 
 
@@ -158,7 +162,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         args = parse_arguments(arguments)
         from easy_context.evaluation import cells
-        from easy_context.evaluation.loading import check_parallelism, distributed, load_config, load_scorer
+        from easy_context.evaluation.loading import (
+            UnusableModel,
+            check_parallelism,
+            distributed,
+            load_config,
+            load_scorer,
+        )
 
         config = load_config(args.model, args.rope_theta, args.max_context_length)
         check_parallelism(config, args, args.max_context_length)
@@ -167,14 +177,17 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as reason:
         sys.exit(f"eval_needle.py: {reason}")
     by_name = {task.name: task for task in tasks}
-    with distributed() as device, load_scorer(args.model, config, args, device) as scorer:
+    try:
+        with distributed() as device, load_scorer(args.model, config, args, device) as scorer:
 
-        def score(cell) -> dict:
-            return cells.score_cell(
-                scorer, builder, by_name[cell.task], cell, args.num_samples, args.seed, args.batch_tokens
-            )
+            def score(cell) -> dict:
+                return cells.score_cell(
+                    scorer, builder, by_name[cell.task], cell, args.num_samples, args.seed, args.batch_tokens
+                )
 
-        records = cells.run_cells(scorer, cells.grid(tasks, args.lengths, args.depths), score, journal)
+            records = cells.run_cells(scorer, cells.grid(tasks, args.lengths, args.depths), score, journal)
+    except UnusableModel as reason:
+        sys.exit(f"eval_needle.py: {reason}")
     if journal:
         write(args, records, settings)
 
@@ -185,11 +198,12 @@ def write(args, records: list[dict], settings: dict) -> None:
     from easy_context.evaluation.plots import draw_needle
 
     summary = summarize(records)
-    with (args.output_dir / "cells.csv").open("w", newline="") as file:
-        columns = ("task", "length", "depth", "accuracy", "item_accuracy")
-        csv.writer(file).writerows([columns, *([record[column] for column in columns] for record in records)])
+    columns = ("task", "length", "depth", "accuracy", "item_accuracy")
+    table = io.StringIO()
+    csv.writer(table).writerows([columns, *([record[column] for column in columns] for record in records)])
+    write_whole(args.output_dir / "cells.csv", table.getvalue())
     report = {"model": args.model, "settings": settings, "tasks": summary}
-    (args.output_dir / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_whole(args.output_dir / "summary.json", json.dumps(report, indent=2) + "\n")
     for task, result in summary.items():
         draw_needle(
             [record for record in records if record["task"] == task],

@@ -11,6 +11,7 @@ and by position. The files, and what each number means: docs/evaluation.md.
 """
 
 import csv
+import io
 import json
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ from pathlib import Path
 from easy_context.evaluation.arguments import (
     FlagParser,
     add_model_flags,
-    check_writable,
+    check_model_flags,
     context_lengths,
     load_tokenizer,
 )
+from easy_context.evaluation.files import check_writable, write_whole
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity")
 
@@ -81,7 +83,16 @@ def parse_arguments(arguments: list[str] | None = None):
             f"--sliding-window {args.sliding_window}: the stride must be 1 to --min-tokens ({args.min_tokens}), "
             "or windows would leave gaps"
         )
-    check_writable(args.output_file, "--output-file")
+    check_model_flags(args)
+    repeated = [name for i, name in enumerate(args.model) if name in args.model[:i]]
+    if repeated:
+        raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")
+    if args.split is not None and args.tokenized is None:
+        raise ValueError(f"--split {args.split} goes with --tokenized; leave it out with --text")
+    if args.output_file.suffix == ".json":
+        raise ValueError(f"--output-file {args.output_file}: the summary takes this name; give the CSV another ending")
+    for file in (args.output_file, args.output_file.with_suffix(".json")):
+        check_writable(file, "--output-file")
     return args
 
 
@@ -162,7 +173,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Evaluates every model and writes the CSV and JSON."""
     try:
         args = parse_arguments(arguments)
-        from easy_context.evaluation.loading import check_parallelism, distributed, load_config, load_scorer
+        from easy_context.evaluation.loading import (
+            UnusableModel,
+            check_parallelism,
+            distributed,
+            load_config,
+            load_scorer,
+        )
 
         configs = [load_config(name, args.rope_theta, args.max_tokens) for name in args.model]
         for config in configs:
@@ -171,28 +188,32 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as reason:
         sys.exit(f"eval_ppl.py: {reason}")
     rows, summaries = [], {}
-    with distributed() as device:
-        for name, config, documents in jobs:
-            label = name if args.rope_theta is None else f"{name} (RoPE base {args.rope_theta:g})"
-            with load_scorer(name, config, args, device, frugal=args.aggressive_memory) as scorer:
-                results = evaluate(scorer, documents, args)
-                writes = scorer.is_first_rank
-            for document, by_length, _ in results:
-                rows += [(label, document, n, s.tokens, s.mean, s.perplexity) for n, s in by_length.items()]
-            summaries[label] = summary_of(results)
-            if writes:
-                print_summary(label, summaries[label])
-        if writes:
-            write(args, rows, summaries)
+    try:
+        with distributed() as device:
+            for name, config, documents in jobs:
+                label = name if args.rope_theta is None else f"{name} (RoPE base {args.rope_theta:g})"
+                with load_scorer(name, config, args, device, frugal=args.aggressive_memory) as scorer:
+                    results = evaluate(scorer, documents, args)
+                    writes = scorer.is_first_rank
+                for document, by_length, _ in results:
+                    rows += [(label, document, n, s.tokens, s.mean, s.perplexity) for n, s in by_length.items()]
+                summaries[label] = summary_of(results)
+                if writes:
+                    print_summary(label, summaries[label])
+                    write(args, rows, summaries)
+    except UnusableModel as reason:
+        kept = f" ({args.output_file} holds the models before it)" if rows else ""
+        sys.exit(f"eval_ppl.py: {reason}{kept}")
 
 
 def write(args, rows: list[tuple], summaries: dict) -> None:
-    """The CSV, and the JSON with the same name."""
-    with args.output_file.open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *rows])
+    """The CSV, and the JSON with the same name, of the models so far: called after each, so that none is lost."""
+    table = io.StringIO()
+    csv.writer(table).writerows([COLUMNS, *rows])
+    write_whole(args.output_file, table.getvalue())
     settings = {key: value for key, value in vars(args).items() if key not in ("output_file", "lengths")}
     summary_file = args.output_file.with_suffix(".json")
-    summary_file.write_text(json.dumps({"settings": settings, "models": summaries}, indent=2) + "\n")
+    write_whole(summary_file, json.dumps({"settings": settings, "models": summaries}, indent=2) + "\n")
     print(f"\nwrote {args.output_file} and {summary_file}")
 
 

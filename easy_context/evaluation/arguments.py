@@ -1,13 +1,14 @@
 """Flags that both evaluations share, and their checks."""
 
 import argparse
+import math
 import sys
-from pathlib import Path
 
 from ..kernels import KERNELS
 from ..modes import MODES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -65,20 +66,21 @@ def context_lengths(shortest: int, longest: int, step: int, flags: tuple[str, st
         raise ValueError(f"{flags[0]} {shortest} and {flags[1]} {longest}: need 2 <= {flags[0]} <= {flags[1]}")
     if step < 0:
         raise ValueError(f"{flags[2]} {step}: give a number of tokens, or 0 to double the length from one to the next")
+    if step and (longest - shortest) // step >= MOST_LENGTHS:
+        raise ValueError(
+            f"{flags[2]} {step}: from {shortest} to {longest} tokens that is {(longest - shortest) // step + 1:,} "
+            f"lengths, more than {MOST_LENGTHS:,}; give a larger step"
+        )
     lengths = [shortest]
     while lengths[-1] < longest:
         lengths.append(min(lengths[-1] + (step or lengths[-1]), longest))
     return lengths
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Makes the folder that `path` is in, or raises ValueError naming the flag."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as reason:
-        raise ValueError(f"{flag} {path}: cannot be written ({reason.strerror}); name another file") from reason
+def check_model_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for a value of `add_model_flags` that no model can run with."""
+    if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
+        raise ValueError(f"--rope-theta {args.rope_theta}: give a positive, finite number")
 
 
 def load_tokenizer(name: str):

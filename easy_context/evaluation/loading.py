@@ -9,11 +9,17 @@ import torch.distributed as dist
 
 from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from ..huggingface import SUPPORTED_MODELS, modeling_module, refuse_model_features
+from ..kernels import select_kernel
 from ..mesh import Mesh, sequence_size
 from ..modes import get_mode
 from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
+from .weights import check_weights, first_line, load_whole
+
+
+class UnusableModel(ValueError):
+    """A model that turns out to be no good while it is loaded; the message is for the user."""
 
 
 @contextlib.contextmanager
@@ -26,8 +32,8 @@ def distributed() -> Iterator[torch.device]:
     Yields:
         this process's device.
     """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = _own_device()
+    cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
     started = int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized()
@@ -40,20 +46,31 @@ def distributed() -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
+def _own_device() -> torch.device:
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+
+
+def _dtype_of(args, device: torch.device) -> torch.dtype:
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if args.dtype == "auto" else args.dtype)
+
+
 def load_config(name: str, rope_theta: float | None = None, seq_length: int | None = None):
-    """A model's configuration, with the RoPE base replaced if asked for.
+    """A model's configuration, with the RoPE base replaced if asked for; its weights are looked at, not loaded.
 
     Raises:
-        ValueError: nothing there that Transformers can read.
+        ValueError: nothing there that Transformers can read, or weights that do not go with it.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as reason:
+    except (OSError, ValueError, KeyError) as reason:
         raise ValueError(
-            f"--model {name}: not a folder with a model's config.json, nor a hub name: {reason}"
+            f"--model {name}: not a folder with a model's config.json, nor a hub name: {first_line(reason)}"
         ) from reason
+    check_weights(name, config)
     if rope_theta is not None:
         set_rope_theta(config, rope_theta, seq_length)
     return config
@@ -71,21 +88,22 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
         frugal: less memory at some cost in time.
 
     Raises:
-        ValueError: the output layer does more than a matrix product, which the chunked loss would leave out.
+        UnusableModel: it cannot be loaded, or its output layer does more than a matrix product, which the chunked loss
+            would leave out.
     """
-    from transformers import AutoModelForCausalLM
-
-    dtype = args.dtype if args.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     accelerator = _deepspeed_accelerator(device) if launched_for_deepspeed() else None
     mode, mesh = _apply_mode(config.model_type, args)
     try:
         if accelerator is not None and mesh.data_size > 1:
-            raise ValueError(
+            raise UnusableModel(
                 f"--parallel_mode {mode} with {mesh.data_size} data-parallel groups cannot run under DeepSpeed, whose "
                 "ranks must all do the same passes; use a sequence-parallel mode or a launch config without DeepSpeed"
             )
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=getattr(torch, dtype))
-        check_output_layer(model, name)
+        try:
+            model = load_whole(name, config, _dtype_of(args, device))
+            check_output_layer(model, name)
+        except ValueError as reason:
+            raise UnusableModel(str(reason)) from reason
         model.eval()
         model = model.to(device) if accelerator is None else accelerator.prepare(model).module
         yield Scorer(model, mode, mesh, device, SMALL_LOSS_CHUNK if frugal else LOSS_CHUNK, frugal)
@@ -126,11 +144,19 @@ def check_parallelism(config, args, longest: int) -> None:
     """
     mode = _mode_of(config.model_type, args)
     if mode is None:
+        if args.attn_kernel != "auto":
+            raise ValueError(
+                f"--attn-kernel {args.attn_kernel}: model type {config.model_type!r} runs its own attention; leave the "
+                "flag out"
+            )
         return
     modeling_module(config.model_type)  # is the family supported?
     size = sequence_size(args.sequence_parallel_size, _processes(), mode)
     get_mode(mode).check(config, longest, size)
     refuse_model_features(config, longest, size)
+    device = _own_device()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    select_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim)
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:
