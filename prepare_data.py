@@ -8,7 +8,9 @@
 Then `train.py --dataset rows/train --eval-dataset rows/validation`. docs/data.md explains formats and packing.
 """
 
+import signal
 import sys
+from typing import Any
 
 from easy_context.data_preparation.arguments import parse_arguments
 
@@ -33,8 +35,23 @@ def main(arguments: list[str] | None = None) -> None:
     print(describe(report, options.output_dir))
 
 
+def interrupt(number: int, frame: Any) -> None:
+    """Handle a signal: unwind, so that workers end; the same signal once more ends this process at once.
+
+    Raises:
+        KeyboardInterrupt: with the number of the signal.
+    """
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt(number)
+
+
 if __name__ == "__main__":
+    for caught in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(caught, interrupt)
     try:
         main()
     except (ValueError, OSError) as error:
         sys.exit(f"prepare_data.py: {error}")
+    except KeyboardInterrupt as stop:
+        print("\nprepare_data.py: interrupted; run again to continue", file=sys.stderr)
+        sys.exit(128 + stop.args[0])

@@ -2,8 +2,13 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 from datasets import load_from_disk
 from tokenizer_styles import text, tokenizer_of_style
@@ -331,3 +336,44 @@ def test_folder_that_cannot_be_is_named(tokenizer_dir, inputs, tmp_path, flag):
             run(tokenizer_dir, tmp_path / "rows", *flags, flag, path)
     with pytest.raises(ValueError, match=f"{flag} /proc/rows: cannot be written .*; take another folder"):
         run(tokenizer_dir, tmp_path / "rows", *flags, flag, "/proc/rows")
+
+
+# --- signals
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_ends_the_workers_too(tokenizer_dir, tmp_path, number, code):
+    with (tmp_path / "many.jsonl").open("w") as file:
+        for start in range(400):
+            file.write(json.dumps({"text": text()[start : start + 80_000]}) + "\n")
+    flags = ["--tokenizer", tokenizer_dir, "--separator", "<|endoftext|>", "--seq-length", "64", "--num-workers", "2"]
+    flags += ["--input", str(tmp_path / "many.jsonl"), "--output-dir", str(tmp_path / "rows")]
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file:
+        process = subprocess.Popen([sys.executable, prepare_data.__file__, *flags], stderr=file)
+    workers = []
+    try:
+        wait_until(lambda: list((tmp_path / "rows").glob("work/*/*.part/tokens.bin")))
+        wait_until(lambda: len(psutil.Process(process.pid).children()) == 2)
+        workers = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        assert process.wait(60) == code
+        assert not psutil.wait_procs(workers, timeout=30)[1]
+    finally:
+        process.kill()
+        process.wait()
+        for worker in filter(psutil.Process.is_running, workers):
+            worker.kill()
+    if number != signal.SIGKILL:
+        assert errors.read_text().splitlines()[-1] == "prepare_data.py: interrupted; run again to continue"
+        assert "Traceback" not in errors.read_text()
+    assert not (tmp_path / "rows" / "report.json").exists()

@@ -1,7 +1,10 @@
 """Tokenise records: plain text, prompt/response pairs and chat messages, in several processes."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -148,6 +151,16 @@ _worker_tokenizer: DocumentTokenizer | None = None
 def _start_worker(document_tokenizer: DocumentTokenizer) -> None:
     global _worker_tokenizer
     _worker_tokenizer = document_tokenizer
+    # A terminal sends its interrupt to the workers too; the parent ends them, and its own handler is not for them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent has ended, which a killed parent cannot ask for."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _tokenise_batch(batch: list[Record]) -> list[TokenisedDocument]:
@@ -162,7 +175,8 @@ def tokenise(
     Args:
         records: read lazily.
         document_tokenizer: what is applied to each record.
-        workers: number of processes; with 1 everything runs in this one.
+        workers: number of processes; with 1 everything runs in this one. They end at once when the iteration is
+            broken off or this process ends.
     """
     if workers == 1:
         yield from map(document_tokenizer, records)
@@ -171,11 +185,18 @@ def tokenise(
     # Forked workers share the imported libraries; spawned ones would import torch again, each.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     context = multiprocessing.get_context(method)
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(document_tokenizer,)) as pool:
-        pending = deque()
-        for batch in _batches(records):
-            pending.append(pool.submit(_tokenise_batch, batch))
-            if len(pending) >= 2 * workers:
+        try:
+            pending = deque()
+            for batch in _batches(records):
+                pending.append(pool.submit(_tokenise_batch, batch))
+                if len(pending) >= 2 * workers:
+                    yield from pending.popleft().result()
+            while pending:
                 yield from pending.popleft().result()
-        while pending:
-            yield from pending.popleft().result()
+        except BaseException:  # an interrupt, or nobody wants the rest: do not wait for what is under way
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
