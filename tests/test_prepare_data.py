@@ -155,6 +155,31 @@ def test_train_tokens_repeats_or_cuts_and_keeps_the_mix(tokenizer_dir, inputs, t
     assert len(np.unique(cut, axis=0)) > 0.9 * len(cut)  # each pass is packed anew
 
 
+def test_repeated_documents_are_said_once(tokenizer_dir, inputs, tmp_path, capsys):
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 256, "--num-workers", 1]
+    one = run(tokenizer_dir, tmp_path / "one", *flags)
+    assert one["notes"] == []
+    assert "note:" not in capsys.readouterr().out
+    wanted = 3 * one["splits"]["train"]["tokens"]
+    (note,) = run(tokenizer_dir, tmp_path / "three", *flags, "--train-tokens", wanted)["notes"]
+    assert note.startswith(f"--train-tokens {wanted} is more than one pass over the documents gives: 3 passes")
+    assert capsys.readouterr().out.count(note) == 1
+    with pytest.raises(ValueError, match="--train-tokens 1000000000000: .* repeated over 1000 times; ask for fewer"):
+        run(tokenizer_dir, tmp_path / "endless", *flags, "--train-tokens", 10**12)
+
+
+def test_source_too_small_to_hold_out_is_said(tokenizer_dir, inputs, tmp_path, capsys):
+    flags = ["--seq-length", 256, "--num-workers", 1, "--validation-fraction", 0.5]
+    report = run(tokenizer_dir, tmp_path / "one", *flags, "--input", inputs / "novel.txt")
+    assert report["splits"]["validation"]["rows"] == 0
+    assert "note: --validation-fraction 0.5 holds out nothing of novel: a source" in capsys.readouterr().out
+    both = ["--input", inputs / "novel.txt", inputs / "notes.jsonl"]
+    (note,) = run(tokenizer_dir, tmp_path / "two", *flags, *both)["notes"]
+    assert "nothing of novel:" in note
+    extra = ["--validation-input", f"extra={inputs / 'notes.jsonl'}", "--document-start", "^CHAPTER"]
+    assert run(tokenizer_dir, tmp_path / "three", *flags, *both, *extra)["notes"] == []
+
+
 def test_prompts_are_not_learned(tokenizer_dir, tmp_path):
     path = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": f"What is {i} and {i}?", "response": f" It is {2 * i}."} for i in range(200)]
@@ -205,6 +230,14 @@ def test_interrupted_run_goes_on(tokenizer_dir, inputs, tmp_path, monkeypatch):
         (["--seq-length", "0"], "--seq-length 0: must be at least 1"),
         (["--validation-fraction", "1"], "--validation-fraction 1.0: must be from 0"),
         (["--upsample-long", "0.5"], "--upsample-long 0.5: must be at least 1"),
+        (["--upsample-long", "nan"], "--upsample-long nan: must be at least 1"),
+        (["--upsample-long", "inf"], "--upsample-long inf: must be at least 1"),
+        (["--validation-fraction", "nan"], "--validation-fraction nan: must be from 0"),
+        (["--retrieval-fraction", "nan"], "--retrieval-fraction nan: must be from 0"),
+        (["--retrieval-facts", "nan"], "--retrieval-facts nan: must be above 0 and at most 250"),
+        (["--retrieval-facts", "inf"], "--retrieval-facts inf: must be above 0 and at most 250"),
+        (["--retrieval-facts", "1e9"], "--retrieval-facts 1000000000.0: must be above 0 and at most 250"),
+        (["--num-workers", "100000"], "--num-workers 100000: at most"),
         (["--document-start", "("], "--document-start '\\(': not a regular expression"),
         (["--retrieval-fraction", "2"], "--retrieval-fraction 2.0: must be from 0 to 1"),
         (["--retrieval-digits", "9-4"], "--retrieval-digits '9-4': give a number or a range"),

@@ -1,6 +1,7 @@
 """Flags of `prepare_data.py`, all checked before a tokenizer or a data library is loaded."""
 
 import argparse
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.sources import Source, parse_source
 
 MOST_DIGITS = 18
+MOST_FACTS = 250  # in 1000 tokens; no fact with its question is shorter than four tokens
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,16 @@ def _check_numbers(values: argparse.Namespace) -> None:
         raise ValueError(f"--seed {values.seed}: must not be negative")
     if not 0 <= values.validation_fraction < 1:
         raise ValueError(f"--validation-fraction {values.validation_fraction}: must be from 0 to below 1")
-    if values.upsample_long < 1:
-        raise ValueError(f"--upsample-long {values.upsample_long}: must be at least 1, which changes nothing")
+    if not 1 <= values.upsample_long < math.inf:
+        raise ValueError(
+            f"--upsample-long {values.upsample_long}: must be at least 1 (which changes nothing) and finite"
+        )
+    most_workers = max(64, 4 * _available_cores())
+    if values.num_workers > most_workers:
+        raise ValueError(
+            f"--num-workers {values.num_workers}: at most {most_workers} on this machine; more than a process a core "
+            "is no faster"
+        )
     if values.document_start is not None:
         try:
             re.compile(values.document_start)
@@ -180,8 +190,8 @@ def _retrieval_settings(values: argparse.Namespace) -> RetrievalSettings:
         value = getattr(values, flag)
         if not 0 <= value <= 1:
             raise ValueError(f"--{flag.replace('_', '-')} {value}: must be from 0 to 1")
-    if values.retrieval_facts <= 0:
-        raise ValueError(f"--retrieval-facts {values.retrieval_facts}: must be above 0")
+    if not 0 < values.retrieval_facts <= MOST_FACTS:
+        raise ValueError(f"--retrieval-facts {values.retrieval_facts}: must be above 0 and at most {MOST_FACTS}")
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", values.retrieval_digits)
     digits = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= digits[0] <= digits[1] <= MOST_DIGITS:

@@ -39,7 +39,7 @@ def read_report(output_dir: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"--output-dir {output_dir}: {path} is damaged ({error}); replace it with --overwrite"
         ) from error
-    return report
+    return {"notes": [], **report}  # earlier versions wrote no notes
 
 
 def is_own(folder: Path) -> bool:

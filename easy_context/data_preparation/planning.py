@@ -10,6 +10,7 @@ from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.token_store import TokenStore
 
 VALIDATION, UPSAMPLING, PACKING, VALIDATION_PACKING, RETRIEVAL = range(5)  # purposes of random generators
+MOST_PASSES = 1000
 
 
 @dataclass
@@ -49,8 +50,14 @@ def plan_train(stores: list[TokenStore], held_out: list[np.ndarray], settings: S
     """Plan the train rows, in one pass or in as many as `train_tokens` needs.
 
     Raises:
-        ValueError: the documents do not fill one row.
+        ValueError: the documents do not fill one row, or `train_tokens` needs over `MOST_PASSES` passes.
     """
+    tokens = sum(int(store.lengths[~held].sum()) for store, held in zip(stores, held_out, strict=True))
+    if settings.train_tokens is not None and settings.train_tokens > MOST_PASSES * tokens > 0:
+        raise ValueError(
+            f"--train-tokens {settings.train_tokens}: the documents for training hold {tokens} tokens and would be "
+            f"repeated over {MOST_PASSES} times; ask for fewer or add text"
+        )
     rows_wanted = None if settings.train_tokens is None else -(-settings.train_tokens // settings.seq_length)
     plan = SplitPlan([], [np.zeros(len(store.lengths), np.int64) for store in stores], passes=0)
     while not plan.passes or (rows_wanted is not None and len(plan.rows) < rows_wanted):

@@ -20,6 +20,27 @@ def _documents_by_fit(plan: SplitPlan, stores: list[TokenStore]) -> dict[str, in
     return {"documents_whole": int(whole), "documents_cut": len(starts) - int(whole)}
 
 
+def _notes(settings: Settings, plans: dict[str, SplitPlan]) -> list[str]:
+    """Say where the rows are not what the flags may lead to expect."""
+    notes = []
+    if settings.validation_fraction:
+        held = zip(settings.sources, plans["validation"].uses, strict=False)  # behind these: the validation inputs
+        without = [source.name for source, uses in held if not uses.any()]
+        if without:
+            notes.append(
+                f"--validation-fraction {settings.validation_fraction} holds out nothing of {', '.join(without)}: a "
+                "source needs two documents; --document-start divides a text file, --validation-input adds text"
+            )
+    passes = plans["train"].passes
+    if passes > 1:
+        used = sum(int((uses > 1).sum()) for uses in plans["train"].uses)
+        notes.append(
+            f"--train-tokens {settings.train_tokens} is more than one pass over the documents gives: {passes} passes, "
+            f"{used:,} documents are used more than once"
+        )
+    return notes
+
+
 def build_report(
     settings: Settings, stores: list[TokenStore], plans: dict[str, SplitPlan], counts: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
@@ -57,7 +78,13 @@ def build_report(
         for split, plan in plans.items()
     }
     versions = {"datasets": datasets.__version__, "transformers": transformers.__version__}
-    return {"sources": sources, "splits": splits, "settings": asdict(settings), "versions": versions}
+    return {
+        "sources": sources,
+        "splits": splits,
+        "notes": _notes(settings, plans),
+        "settings": asdict(settings),
+        "versions": versions,
+    }
 
 
 def draw_lengths(settings: Settings, stores: list[TokenStore], plan: SplitPlan, path: Path) -> None:
@@ -103,4 +130,5 @@ def describe(report: dict[str, Any], output_dir: Path) -> str:
         )
     if report["retrieval"]["rows"]:
         lines.append("retrieval: {facts:,} facts in {rows:,} train rows".format(**report["retrieval"]))
+    lines += [f"note: {note}" for note in report["notes"]]
     return "\n".join([*lines, f"rows, report.json and lengths.png are in {output_dir}"])
