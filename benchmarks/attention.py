@@ -12,9 +12,12 @@ divided by the number of GPUs. docs/performance.md explains the method and holds
 import argparse
 import functools
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from argument_checks import check_output, check_positive
 
 OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 CANDIDATES = ("zigzag_all_gather",)  # not in the package
@@ -95,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="output/attention.json", help="results as JSON")
     args = parser.parse_args()
+    check_positive(parser, args, ("seq_length", "heads", "kv_heads", "head_dim", "batch_size", "repeats"))
+    check_output(parser, args)
     if args.heads % args.kv_heads:
         parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
     if min(args.alone, default=2) < 2:
@@ -102,8 +107,6 @@ def parse_arguments() -> argparse.Namespace:
     for length in [*args.seq_length, *([args.check_length] if args.check_length else [])]:
         if length < 1 or length % 16:
             parser.error(f"rows of {length} tokens cannot be split by every method: use a multiple of 16")
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {args.repeats}")
     return args
 
 
@@ -260,6 +263,8 @@ def main() -> None:
     world.say(f"\n{report.describe_environment(facts)}\n\n{report.markdown_table(rows, COLUMNS)}\n\n{LEGEND}")
     if world.size > 1:
         torch.distributed.destroy_process_group()
+    if not any("total_ms" in row for row in rows):
+        sys.exit("nothing was measured; the notes in the table say why")
 
 
 if __name__ == "__main__":

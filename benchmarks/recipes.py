@@ -76,7 +76,8 @@ def list_recipes(args: argparse.Namespace, world: World) -> list[Recipe]:
     fa2 = "torch_flash" if world.device.type == "cuda" else "auto"
     cudnn = "cudnn" if world.device.type == "cuda" else "auto"
     original = Recipe("original recipe", True, split_mode, fa2, liger=False, fused_loss=False)
-    fused = dataclasses.replace(original, name="original + Liger", liger=args.liger, fused_loss=True)
+    name = "original + Liger" if args.liger else "original + fused loss"
+    fused = dataclasses.replace(original, name=name, liger=args.liger, fused_loss=True)
     alst = Recipe("ALST cuDNN", True, "ulysses_attn", cudnn, liger=args.liger, checkpointing="hugging_face", alst=True)
     recipes = {
         "ours": ours,

@@ -17,10 +17,14 @@ becomes a row with the error. docs/performance.md explains the method and holds 
 import argparse
 import functools
 import statistics
+import sys
 import time
 from typing import Any
 
+from argument_checks import check_output, check_positive
+
 METHODS = ("ours", "original", "original_liger", "alst_cudnn", "alst_fa2", "alst_cudnn_tiled")
+KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 MODES = ("data_parallel", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 COLUMNS = (
     ("tokens", "seq_length", ","),
@@ -52,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--full-depth", type=int, default=32, help="layers of the whole model, to extrapolate to")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=None, help="default: ours and what fits")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=None, help="of ours; default zigzag_ring_attn")
-    parser.add_argument("--attn-kernel", default="auto", help="of ours")
+    parser.add_argument("--attn-kernel", choices=KERNELS, default="auto", help="of ours")
     checkpointing = ("none", "full", "offload")
     parser.add_argument("--gradient-checkpointing", nargs="+", choices=checkpointing, default=["full"], help="of ours")
     parser.add_argument("--keep-attention", nargs="+", choices=("gpu", "cpu", "none"), default=["gpu"], help="of ours")
@@ -81,13 +85,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="output/train_step.json", help="results as JSON")
     args = parser.parse_args()
-    for flag in ("warmup", "steps", "batch_size"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
+    check_positive(parser, args, ("seq_length", "layers", "warmup", "steps", "batch_size", "full_depth", *sizes))
+    check_output(parser, args)
     if args.hidden_size % args.heads or args.heads % args.kv_heads:
         parser.error("--heads must divide --hidden-size, and --kv-heads must divide --heads")
-    if len(set(args.layers)) != len(args.layers) or min(args.layers) < 1:
-        parser.error(f"--layers {args.layers} must be different positive numbers")
+    if len(set(args.layers)) != len(args.layers):
+        parser.error(f"--layers {args.layers} must be different numbers")
+    if args.mlp_tile_size and "none" in args.gradient_checkpointing:
+        parser.error(f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload")
     if any(length % 16 for length in args.seq_length):
         parser.error(f"--seq-length {args.seq_length}: rows must be multiples of 16 tokens to be split by every method")
     args.seq_length, args.layers = sorted(args.seq_length), sorted(args.layers)
@@ -283,6 +289,8 @@ def main() -> None:
     world.say(f"\n{report.describe_environment(facts)}\n\n{report.markdown_table(rows, COLUMNS)}\n\n{LEGEND}")
     if world.size > 1:
         torch.distributed.destroy_process_group()
+    if not any("step_seconds" in row for row in rows):
+        sys.exit("nothing was measured; the notes in the table say why")
 
 
 if __name__ == "__main__":

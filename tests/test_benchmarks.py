@@ -97,7 +97,7 @@ def test_train_step_on_one_process(tmp_path):
     rows = json.loads(output.read_text())["rows"]
     assert {row["method"] for row in rows} == {
         "ours: data_parallel, full, keep gpu",
-        "original + Liger",
+        "original + fused loss",
         "original recipe",
     }
     assert sorted({row["layers"] for row in rows}) == [1, 2, 4]
@@ -309,3 +309,22 @@ def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
         results.append((out, lse, *candidate._backward(kernel, dout, q, k, v, out, lse, 0.3)))
     for one_call, two_calls in zip(*results, strict=True):
         assert relative_error(one_call, two_calls) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "script,flags,said",
+    [
+        ("attention", ["--heads", "0"], "--heads 0: must be at least 1"),
+        ("attention", ["--seq-length", "64", "-16"], "--seq-length [64, -16]: must be at least 1"),
+        ("attention", ["--output", "/proc/x/y.json"], "--output /proc/x/y.json"),
+        ("train_step", ["--vocab-size", "0"], "--vocab-size 0"),
+        ("train_step", ["--layers", "0"], "--layers [0]"),
+        ("train_step", ["--attn-kernel", "foo"], "invalid choice: 'foo'"),
+        ("train_step", ["--mlp-tile-size", "8", "--gradient-checkpointing", "none"], "--mlp-tile-size 8 needs"),
+    ],
+)
+def test_wrong_flags_end_before_anything_is_measured(load, monkeypatch, capsys, script, flags, said):
+    with pytest.raises(SystemExit) as stop:
+        parse(load(script), monkeypatch, *flags)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err

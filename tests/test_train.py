@@ -21,8 +21,10 @@ def assets(tmp_path_factory) -> Path:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, VOCABULARY, (7, 48), generator=generator).tolist()
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder / "rows")
-    unlearnt = [[-100] * 48] * 7
-    datasets.Dataset.from_dict({"input_ids": rows, "labels": unlearnt}).save_to_disk(folder / "unlearnt")
+    labels = [[-100] * 48] * 6 + [rows[6]]
+    datasets.Dataset.from_dict({"input_ids": rows, "labels": labels}).save_to_disk(folder / "mostly-unlearnt")
+    labels = [[-100] * 48] * 7
+    datasets.Dataset.from_dict({"input_ids": rows, "labels": labels}).save_to_disk(folder / "unlearnt")
     return folder
 
 
@@ -112,11 +114,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(train,
     assert (output_dir / "model.safetensors").read_bytes() == saved
 
 
-def test_rows_without_any_target_are_no_nan(train, assets):
-    output_dir = train("--dataset", str(assets / "unlearnt"), "--eval-dataset", str(assets / "unlearnt"))
-    for record in metrics(output_dir):
-        assert record["loss"] == 0 and record["grad_norm"] == 0 and record["valid_tokens"] == 0
-    assert metrics(output_dir)[-1]["eval_loss"] == 0
+def test_steps_without_any_target_are_no_nan(train, assets):
+    records = metrics(train("--dataset", str(assets / "mostly-unlearnt")))
+    empty = [record for record in records if record["valid_tokens"] == 0]
+    assert empty and len(empty) < len(records)
+    for record in records:
+        assert (record["loss"] == 0) == (record["grad_norm"] == 0) == (record["valid_tokens"] == 0)
+
+
+@pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
+def test_rows_without_any_target_are_refused(train, assets, capsys, flag):
+    with pytest.raises(SystemExit):
+        train(flag, str(assets / "unlearnt"))
+    assert f"{flag} {assets / 'unlearnt'} has no token to learn" in capsys.readouterr().err
 
 
 def test_learning_rates_are_the_flags(train):
