@@ -24,7 +24,7 @@ stage() {
     echo "== $name is finished: $target"
   else
     echo "== $name"
-    "${command[@]}" || { echo "stage $name failed; run the script again to continue with it" >&2; exit 1; }
+    "${command[@]}" || { echo "stage $name failed; run the script again to start this stage anew" >&2; exit 1; }
   fi
   MODEL=$target
 }
