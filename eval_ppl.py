@@ -98,12 +98,13 @@ def parse_arguments(arguments: list[str] | None = None):
 
 def find_documents(args, name: str, config) -> list:
     """The documents to evaluate model `name` on."""
-    from easy_context.evaluation.documents import choose, load_rows, text_documents, tokenized_documents
+    from easy_context.evaluation.documents import choose, text_documents
+    from easy_context.evaluation.rows import load_rows, tokenized_documents
 
     if args.text:
         documents = text_documents(args.text, load_tokenizer(name))
     else:
-        documents = tokenized_documents(load_rows(args.tokenized, args.split))
+        documents = tokenized_documents(load_rows(args.tokenized, args.split), args.tokenized)
     shortest = args.min_tokens if args.dataset_min_tokens is None else args.dataset_min_tokens
     return choose(documents, shortest, args.samples, config.vocab_size)
 

@@ -14,7 +14,7 @@ from tiny_models import VOCABULARY, save_tiny_llama, tiny_llama
 from tokenizer_styles import tokenizer_of_style
 
 import eval_ppl
-from easy_context.evaluation import documents, perplexity
+from easy_context.evaluation import documents, perplexity, rows
 from easy_context.evaluation.arguments import context_lengths
 from easy_context.evaluation.loading import load_config, load_scorer
 from easy_context.evaluation.perplexity import Sum, TokenSums
@@ -40,7 +40,7 @@ def random_ids(length, seed=0):
 
 
 def document(ids, labels=None):
-    return documents.Document("d", ids, ids if labels is None else labels)
+    return documents.Document("d", ids, ids if labels is None else labels, "--text d")
 
 
 def plain_losses(ids):
@@ -101,16 +101,14 @@ def test_ignored_labels_are_counted_nowhere(scorer):
 
 
 def test_padding_of_a_tokenized_row_is_cut_off():
-    rows = [
-        {"input_ids": [9, 9, 1, 2, 3, 9], "attention_mask": [0, 0, 1, 1, 1, 0], "labels": [-100, -100, 1, -100, 3, 9]}
-    ]
-    (only,) = documents.tokenized_documents(rows)
+    padded = {"input_ids": [9, 9, 1, 2, 3, 9], "attention_mask": [0, 0, 1, 1, 1, 0]}
+    (only,) = rows.tokenized_documents([{**padded, "labels": [-100, -100, 1, -100, 3, 9]}], "d")
     assert only.input_ids.tolist() == [1, 2, 3]
     assert documents.targets_of(only).tolist() == [-100, 3, -100]
     with pytest.raises(ValueError, match="row 0 has padding between its tokens"):
-        list(documents.tokenized_documents([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}]))
+        list(rows.tokenized_documents([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "d"))
     with pytest.raises(ValueError, match="none of input_ids or tokens"):
-        list(documents.tokenized_documents([{"text": "a"}]))
+        list(rows.tokenized_documents([{"text": "a"}], "d"))
 
 
 def test_the_mean_is_over_tokens_not_over_documents():
@@ -142,8 +140,8 @@ def two_process_run(rank, world_size, arguments, output):
 
 def test_processes_and_modes_give_the_numbers_of_one(pool, model_folder, tmp_path):
     # Lengths that divide by nothing, so that rows are padded; unequal documents, so that a mean over means would show.
-    rows = [{"input_ids": random_ids(length, seed=length).tolist()} for length in (201, 67, 333)]
-    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    lists = [{"input_ids": random_ids(length, seed=length).tolist()} for length in (201, 67, 333)]
+    Dataset.from_list(lists).save_to_disk(tmp_path / "rows")
     arguments = ["-m", model_folder, "--tokenized", str(tmp_path / "rows"), "--min-tokens", "32", "--max-tokens", "333"]
     arguments += ["--bucket-tokens", "64"]
     one, summary = run(arguments, tmp_path / "one.csv")
@@ -175,7 +173,7 @@ def test_text_files_two_models_csv_and_summary(model_folder, tmp_path):
     with gzip.open(tmp_path / "short.txt.gz", "wt") as file:
         file.write("Too short.")
     texts = [str(tmp_path / name) for name in ("a.txt", "b.txt.xz", "short.txt.gz")]
-    rows, summary = run(
+    table, summary = run(
         [
             "-m",
             model_folder,
@@ -192,14 +190,14 @@ def test_text_files_two_models_csv_and_summary(model_folder, tmp_path):
         ],
         tmp_path / "out.csv",
     )
-    assert list(rows[0]) == list(eval_ppl.COLUMNS)
-    assert {(row["model"], row["document"]) for row in rows} == {
+    assert list(table[0]) == list(eval_ppl.COLUMNS)
+    assert {(row["model"], row["document"]) for row in table} == {
         (model, text) for model in (model_folder, other) for text in ("a.txt", "b.txt")
     }
-    assert [int(row["length"]) for row in rows[:3]] == [64, 128, 256]
+    assert [int(row["length"]) for row in table[:3]] == [64, 128, 256]
     ids = torch.tensor(tokenizer_of_style("bytes")("All happy families are alike. " * 20)["input_ids"])[:256]
-    assert float(rows[2]["loss"]) == pytest.approx(plain_losses(ids).mean().item(), rel=RELATIVE)
-    assert float(rows[2]["perplexity"]) == pytest.approx(math.exp(float(rows[2]["loss"])))
+    assert float(table[2]["loss"]) == pytest.approx(plain_losses(ids).mean().item(), rel=RELATIVE)
+    assert float(table[2]["perplexity"]) == pytest.approx(math.exp(float(table[2]["loss"])))
     by_length = summary["models"][model_folder]["by_length"]
     assert [entry["documents"] for entry in by_length] == [2, 2, 2]
     assert by_length[0]["tokens"] == 2 * 63
@@ -218,12 +216,18 @@ def test_sliding_window_reads_the_whole_document_unless_truncated(model_folder, 
 def test_splits_of_a_saved_dataset(tmp_path):
     part = Dataset.from_list([{"input_ids": [1, 2]}])
     DatasetDict(train=part, validation=Dataset.from_list([{"input_ids": [3, 4]}])).save_to_disk(tmp_path / "d")
-    assert documents.load_rows(str(tmp_path / "d"), None)[0]["input_ids"] == [3, 4]
-    assert documents.load_rows(str(tmp_path / "d"), "train")[0]["input_ids"] == [1, 2]
+    assert next(iter(rows.load_rows(str(tmp_path / "d"), None)))["input_ids"] == [3, 4]
+    assert list(rows.load_rows(str(tmp_path / "d"), "train")) == [{"input_ids": [1, 2]}]
     with pytest.raises(ValueError, match="--split test: .* has train, validation"):
-        documents.load_rows(str(tmp_path / "d"), "test")
+        rows.load_rows(str(tmp_path / "d"), "test")
     part.to_parquet(tmp_path / "rows.parquet")
-    assert documents.load_rows(str(tmp_path / "rows.parquet"), None)[0]["input_ids"] == [1, 2]
+    part.save_to_disk(tmp_path / "plain")
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n\n')
+    (tmp_path / "rows.json").write_text('[{"input_ids": [1, 2]}]')
+    for name in ("rows.parquet", "plain", "rows.jsonl", "rows.json"):
+        assert list(rows.load_rows(str(tmp_path / name), None)) == [{"input_ids": [1, 2]}]
+        with pytest.raises(ValueError, match="--split foo: .* has no splits; leave the flag out"):
+            rows.load_rows(str(tmp_path / name), "foo")
 
 
 def test_grids_of_lengths():
@@ -253,6 +257,14 @@ def test_grids_of_lengths():
         (["--text", "TEXT", "--min-tokens", "9000"], "--min-tokens 9000 and --max-tokens 8192"),
         (["--text", "TEXT", "-m", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
         (["--text", "TEXT", "--output-file", "/proc/none/x.csv"], "--output-file /proc/none/x.csv: cannot be written"),
+        (["--text", "TEXT", "--output-file", "x.json"], "--output-file x.json: the summary takes this name"),
+        (["--text", "TEXT", "--rope-theta", "nan"], "--rope-theta nan: give a positive, finite number"),
+        (["--text", "TEXT", "--rope-theta", "inf"], "--rope-theta inf: give a positive, finite number"),
+        (["--text", "TEXT", "--rope-theta", "-1"], "--rope-theta -1.0: give a positive, finite number"),
+        (["--text", "TEXT", "-m", "m", "-m", "m"], "--model m is given twice"),
+        (["--text", "TEXT", "--split", "test"], "--split test goes with --tokenized"),
+        (["--text", "TEXT", "--max-tokens", "9999999", "--tokens-step", "1"], "--tokens-step 1: from 256 to 9999999"),
+        (["--tokenized", "TEXT"], "--tokenized .*a.txt: not a dataset .*a file of kind .txt"),
     ],
 )
 def test_bad_input_ends_with_a_message_that_names_it(model_folder, tmp_path, arguments, message):
@@ -265,8 +277,58 @@ def test_bad_input_ends_with_a_message_that_names_it(model_folder, tmp_path, arg
 
 
 def test_tokens_of_another_vocabulary_are_refused():
-    with pytest.raises(ValueError, match="token id 300 but the model's vocabulary has 258"):
+    with pytest.raises(ValueError, match="--text d has token id 300 but the model's vocabulary is 0 to 257"):
         documents.choose([document(torch.tensor([1, 300]))], 2, None, VOCABULARY)
+    kept = document(torch.tensor([1, 2]), torch.tensor([-100, 257]))
+    assert documents.choose([kept], 2, None, VOCABULARY) == [kept]
+
+
+ROW = '{"input_ids": [1, 2, 3]}\n'
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "no rows; name another dataset"),
+        ("\n", "no rows; name another dataset"),
+        (ROW + '{"input_ids": [1, 2', "line 2 is not JSON"),
+        ("nonsense\n", "line 1 is not JSON"),
+        (ROW + '{"input_ids": null}\n', "row 1: input_ids must be a list of integers, got None"),
+        ('{"input_ids": [1, null]}\n', r"row 0: input_ids must be a list of integers, got \[1, None\]"),
+        ('{"input_ids": [1, 2.5]}\n', r"row 0: input_ids must be a list of integers, got \[1, 2.5\]"),
+        ('{"input_ids": "abc"}\n', "row 0: input_ids must be a list of integers, got 'abc'"),
+        ('{"input_ids": ["a", "b"]}\n', "row 0: input_ids must be a list of integers"),
+        ('{"input_ids": [[1], [2, 3]]}\n', "row 0: input_ids must be a list of integers"),
+        ('{"input_ids": 7}\n', "row 0: input_ids must be a list of integers, got 7"),
+        ('{"input_ids": [1, 99999999999999999999]}\n', "row 0: input_ids must be a list of integers"),
+        ("7\n", "row 0 is 7, not an object with input_ids or tokens"),
+        ('"text"\n', "row 0 is 'text', not an object"),
+        ('{"input_ids": [1, -1, 2]}\n', "row 0 has token id -1 but the model's vocabulary is 0 to 257"),
+        ('{"input_ids": [1, -100, 2]}\n', "row 0 has token id -100 but"),
+        (ROW + '{"input_ids": [1, 2], "labels": [1, 258]}\n', "row 1 has label 258 but"),
+        ('{"input_ids": [1, 2], "labels": [1, -1]}\n', "row 0 has label -1 but"),
+        ('{"input_ids": [1, 2], "labels": [1]}\n', "row 0: labels has 1 values for 2 tokens"),
+        ('{"input_ids": [1, 2], "attention_mask": [1]}\n', "row 0: attention_mask has 1 values for 2 tokens"),
+    ],
+)
+def test_rows_that_are_no_tokens_are_refused_by_file_and_row(model_folder, tmp_path, content, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    arguments = ["--tokenized", str(file), "--min-tokens", "2", "--output-file", str(tmp_path / "o.csv")]
+    with pytest.raises(SystemExit, match=f"--tokenized {file}: {message}"):
+        eval_ppl.main(["-m", model_folder, *arguments])
+    assert not (tmp_path / "o.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "cut.txt.gz", "garbled.txt.gz", "a.txt.xz", "cut.txt.xz"])
+def test_a_packed_text_that_cannot_be_unpacked_is_named(model_folder, tmp_path, name):
+    file = tmp_path / name
+    packed = (gzip if file.suffix == ".gz" else lzma).compress(b"All happy families are alike. " * 99)
+    if "garbled" in name:
+        packed = packed[:12] + b"\xff" * 20 + packed[32:]
+    file.write_bytes(packed[:-20] if "cut" in name else packed if "garbled" in name else b"plain text")
+    with pytest.raises(SystemExit, match=f"--text {file}: cannot be read .*is it cut off, or no {file.suffix}"):
+        eval_ppl.main(["-m", model_folder, "--text", str(file), "--output-file", str(tmp_path / "o.csv")])
 
 
 def test_an_output_layer_that_does_more_is_refused():

@@ -1,0 +1,135 @@
+"""Rows that are token ids already: from a dataset on disk or on the hub, checked one by one."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .documents import Document
+from .weights import first_line
+
+TOKEN_COLUMNS = ("input_ids", "tokens")
+_LARGEST_ID = 2**63 - 1
+_SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
+
+
+def tokenized_documents(rows: Iterable[dict], name: str) -> Iterator[Document]:
+    """One document a row of a tokenized dataset; padding (attention_mask 0 at either end) is cut off.
+
+    Args:
+        rows: with `input_ids` (or `tokens`), and `labels` and `attention_mask` where there are any.
+        name: of the dataset, for errors.
+
+    Raises:
+        ValueError: a row that is no tokenized text, naming it.
+    """
+    for number, row in enumerate(rows):
+        where = f"--tokenized {name}: row {number}"
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} is {_shown(row)}, not an object with {' or '.join(TOKEN_COLUMNS)}")
+        column = next((key for key in TOKEN_COLUMNS if key in row), None)
+        if column is None:
+            raise ValueError(f"{where} has columns {sorted(row)}, none of {' or '.join(TOKEN_COLUMNS)}")
+        ids = labels = _integers(row[column], f"{where}: {column}")
+        if row.get("labels") is not None:
+            labels = _integers(row["labels"], f"{where}: labels", len(ids))
+        if row.get("attention_mask") is not None:
+            kept = _integers(row["attention_mask"], f"{where}: attention_mask", len(ids)).nonzero().flatten()
+            first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
+            if last - first != len(kept):
+                raise ValueError(f"{where} has padding between its tokens; keep padding at the ends")
+            ids, labels = ids[first:last], labels[first:last]
+        yield Document(f"row-{number}", ids, labels, where)
+
+
+def _integers(values: Any, what: str, length: int | None = None) -> torch.Tensor:
+    """A list of integers as int64; anything else is a ValueError that begins with `what`."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (len(array) and (array.dtype.kind not in "iu" or int(array.max()) > _LARGEST_ID)):
+        raise ValueError(f"{what} must be a list of integers, got {_shown(values)}")
+    if length is not None and len(array) != length:
+        raise ValueError(f"{what} has {len(array)} values for {length} tokens; there must be one for each")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def load_rows(name: str, split: str | None) -> Iterable[dict]:
+    """A tokenized dataset: a folder from `save_to_disk`, a parquet or JSON file, or a name on the hub.
+
+    Args:
+        name: path or hub name.
+        split: of a dataset that has several; None takes the only one, else test, validation or train.
+
+    Raises:
+        ValueError: it cannot be read, has no rows, or has no such split.
+    """
+    path = Path(name)
+    splits = {"": _json_rows(path)} if path.suffix in (".json", ".jsonl") else _splits_of(name, path)
+    if list(splits) == [""] and split:
+        raise ValueError(f"--split {split}: {name} has no splits; leave the flag out")
+    wanted = [split] if split else ["test", "validation", "train", *splits]
+    chosen = next((key for key in wanted if key in splits), None)
+    if chosen is None:
+        raise ValueError(f"--split {split}: {name} has {', '.join(splits)}")
+    rows = iter(splits[chosen])
+    first = list(itertools.islice(rows, 1))
+    if not first:
+        raise ValueError(f"--tokenized {name}: no rows{f' in split {chosen}' if chosen else ''}; name another dataset")
+    return itertools.chain(first, rows)
+
+
+def _splits_of(name: str, path: Path) -> dict[str, Iterable[dict]]:
+    """Split -> rows; a dataset without splits has one called ""."""
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    try:
+        if path.is_dir() and any((path / file).exists() for file in _SAVED_FILES):
+            dataset = load_from_disk(name)
+        elif path.is_file() and path.suffix != ".parquet":
+            raise ValueError(f"a file of kind {path.suffix or path.name}; give parquet, json or jsonl")
+        elif path.suffix == ".parquet":
+            return {"": load_dataset("parquet", data_files=name)["train"]}
+        else:
+            dataset = load_dataset(name)
+    except Exception as reason:  # damaged files and unknown names raise a dozen types
+        cause = first_line(reason.__cause__ or reason)
+        raise ValueError(f"--tokenized {name}: not a dataset on disk or on the hub ({cause})") from reason
+    if isinstance(dataset, DatasetDict):
+        return dict(dataset)
+    return {"": dataset}
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """The rows of a JSONL file, or of a JSON file that is one list."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            if file.read(1) == "[" and path.suffix == ".json":
+                file.seek(0)
+                yield from json.load(file)
+                return
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _json_row(line, f"--tokenized {path}: line {number}")
+    except json.JSONDecodeError as reason:
+        raise ValueError(f"--tokenized {path}: not JSON ({reason})") from reason
+    except (OSError, UnicodeDecodeError) as reason:
+        raise ValueError(f"--tokenized {path}: not a dataset on disk or on the hub ({first_line(reason)})") from reason
+
+
+def _json_row(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as reason:
+        raise ValueError(f"{where} is not JSON ({reason})") from None
