@@ -19,20 +19,35 @@ def main(arguments: list[str] | None = None) -> None:
     """Check the arguments, prepare the rows, print what came out."""
     options = parse_arguments(arguments)
 
-    from transformers import AutoTokenizer
-
     from easy_context.data_preparation.pipeline import prepare
     from easy_context.data_preparation.report import describe
 
     report = prepare(
         options.settings,
-        AutoTokenizer.from_pretrained(options.settings.tokenizer),
+        load_tokenizer(options.settings.tokenizer),
         options.output_dir,
         workers=options.num_workers,
         work_dir=options.work_dir,
         overwrite=options.overwrite,
     )
     print(describe(report, options.output_dir))
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer from a folder or the hub.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a damaged file raises what its reader chose
+        raise ValueError(
+            f"--tokenizer {name}: cannot be loaded; give a folder with the files of a tokenizer, or a hub name that "
+            f"can be reached ({type(error).__name__}: {error})"
+        ) from error
 
 
 def interrupt(number: int, frame: Any) -> None:

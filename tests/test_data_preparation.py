@@ -80,13 +80,49 @@ def test_bad_lines_are_named(tmp_path):
         ("nothing_there.txt", FileNotFoundError, "does not exist"),
         ("table.xlsx", ValueError, "unsupported file type"),
         ("empty", ValueError, "no usable file"),
+        ("splits", ValueError, "holds several splits; name the folder of one"),
     ],
 )
 def test_unusable_sources_are_refused(tmp_path, text, error, message):
     (tmp_path / "table.xlsx").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(error, match=message):
         parse_source(str(tmp_path / text))
+
+
+@pytest.mark.parametrize("text", ["", " ", "a=", "hub:", "a=hub:", "hub::c", "hub:a:b:c:d", "hub:a b"])
+def test_sources_without_a_place_are_refused(text):
+    with pytest.raises(ValueError, match=f"--validation-input {text!r}: (no path in it; )?give "):
+        parse_source(text, "--validation-input")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.txt.gz", "a.jsonl.gz", "a.txt.xz", "a.jsonl.bz2", "a.parquet", "cut.txt.gz", "cut.txt.xz"]
+)
+def test_damaged_files_are_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"no such format")
+    if name.startswith("cut"):
+        compress = gzip.compress if name.endswith("gz") else lzma.compress
+        path.write_bytes(compress(b"text " * 1000)[:-10])
+    with pytest.raises(ValueError, match=f"--input: {path} cannot be read .*; repair it or leave it out"):
+        read(path)
+
+
+def test_damaged_saved_dataset_is_named(tmp_path):
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=f"--input: {tmp_path} cannot be read"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"records": 1}'])
+def test_damaged_shard_is_named(tmp_path, content):
+    (tmp_path / "shard-00000").mkdir()
+    (tmp_path / "shard-00000" / "meta.json").write_text(content)
+    with pytest.raises(ValueError, match="--work-dir: .*shard-00000 is damaged .*; delete "):
+        fill_token_store(tmp_path, [], iter)
 
 
 def test_source_names(tmp_path):

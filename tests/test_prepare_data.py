@@ -243,6 +243,11 @@ def test_interrupted_run_goes_on(tokenizer_dir, inputs, tmp_path, monkeypatch):
         (["--retrieval-digits", "9-4"], "--retrieval-digits '9-4': give a number or a range"),
         (["--retrieval-facts", "0"], "--retrieval-facts 0.0: must be above 0"),
         (["--retrieval-templates", "no.json"], "--retrieval-templates: no.json does not exist"),
+        (["--tokenizer", "/nope"], "--tokenizer /nope: not a folder"),
+        (["--tokenizer", "./nope"], "--tokenizer ./nope: not a folder"),
+        (["--tokenizer", __file__], "--tokenizer .*: not a folder"),
+        (["--input", "a="], "--input 'a=': no path in it"),
+        (["--validation-input", "no.txt"], "--validation-input: no.txt does not exist"),
         (["--input", "no.txt"], "--input: no.txt does not exist"),
         (["--seed", "-1"], "--seed -1: must not be negative"),
     ],
@@ -410,3 +415,15 @@ def test_a_signal_ends_the_workers_too(tokenizer_dir, tmp_path, number, code):
         assert errors.read_text().splitlines()[-1] == "prepare_data.py: interrupted; run again to continue"
         assert "Traceback" not in errors.read_text()
     assert not (tmp_path / "rows" / "report.json").exists()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_tokenizer_that_cannot_be_loaded_is_named(inputs, tmp_path, content):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64]
+    with pytest.raises(ValueError, match=f"--tokenizer {folder}: cannot be loaded; give a folder"):
+        run(str(folder), tmp_path / "rows", *flags)
+    assert not (tmp_path / "rows").exists()

@@ -126,9 +126,10 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     """
     values = build_parser().parse_args(arguments)
     _check_numbers(values)
+    _check_tokenizer(values.tokenizer)
     _check_folders(values.output_dir, values.work_dir)
     sources = [parse_source(text) for text in values.input]
-    validation_sources = [parse_source(text) for text in values.validation_input]
+    validation_sources = [parse_source(text, "--validation-input") for text in values.validation_input]
     _check_names([*sources, *validation_sources])
     settings = Settings(
         sources=sources,
@@ -175,6 +176,12 @@ def _check_numbers(values: argparse.Namespace) -> None:
             raise ValueError(
                 f"--document-start {values.document_start!r}: not a regular expression: {error}"
             ) from error
+
+
+def _check_tokenizer(name: str) -> None:
+    may_be_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    if not Path(name).is_dir() and (not may_be_on_hub or Path(name).exists()):
+        raise ValueError(f"--tokenizer {name}: not a folder; give the folder or the hub name of a model or tokenizer")
 
 
 def _check_folders(output_dir: Path, work_dir: Path | None) -> None:

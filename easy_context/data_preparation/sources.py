@@ -5,7 +5,7 @@ import gzip
 import json
 import lzma
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,19 +39,26 @@ class Record:
     problem: str | None = None
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str, flag: str = "--input") -> Source:
     """Read `PATH`, `NAME=PATH` or `[NAME=]hub:DATASET[:CONFIG[:SPLIT]]`.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: a file whose type is not supported, or a folder without a usable file.
+        ValueError: no path or dataset in it, a file whose type is not supported, or a folder without a usable file; the
+            message names `flag`.
     """
     name, sign, location = text.partition("=")
     if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
         name, location = "", text
+    if not location.strip():
+        raise ValueError(f"{flag} {text!r}: no path in it; give a file, a folder or {HUB_PREFIX}DATASET")
+    if location.startswith(HUB_PREFIX) and not re.fullmatch(
+        r"[\w./-]+(:[^:]*){0,2}", location.removeprefix(HUB_PREFIX)
+    ):
+        raise ValueError(f"{flag} {text!r}: give {HUB_PREFIX}DATASET[:CONFIG[:SPLIT]]")
     source = Source(name or _default_name(location), location)
     if not source.on_hub:
-        list_files(Path(location))
+        list_files(Path(location), flag)
     return source
 
 
@@ -66,26 +73,28 @@ def file_suffix(path: Path) -> str:
     return path.with_suffix("").suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
-def list_files(path: Path) -> list[Path]:
+def list_files(path: Path, flag: str = "--input") -> list[Path]:
     """Return the files of a source in reading order; a dataset saved with `save_to_disk` is returned as its folder.
 
     Raises:
         FileNotFoundError: nothing at `path`.
-        ValueError: an unsupported file type, or a folder without a supported file.
+        ValueError: an unsupported file type, a folder without a supported file, or a saved dataset of several splits.
     """
     supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
     if not path.exists():
-        raise FileNotFoundError(f"--input: {path} does not exist; give a file, a folder or {HUB_PREFIX}DATASET")
+        raise FileNotFoundError(f"{flag}: {path} does not exist; give a file, a folder or {HUB_PREFIX}DATASET")
     if path.is_file():
         if file_suffix(path) not in SUFFIXES:
-            raise ValueError(f"--input: {path} has an unsupported file type; {supported}")
+            raise ValueError(f"{flag}: {path} has an unsupported file type; {supported}")
         return [path]
     if (path / "state.json").exists():
         return [path]
+    if (path / "dataset_dict.json").exists():
+        raise ValueError(f"{flag}: {path} holds several splits; name the folder of one, such as {path}/train")
     files = sorted(file for file in path.rglob("*") if file.is_file() and file_suffix(file) in SUFFIXES)
     files = [file for file in files if file.name.upper() not in ("README.MD", "SOURCES.MD")]
     if not files:
-        raise ValueError(f"--input: no usable file below {path}; {supported}")
+        raise ValueError(f"{flag}: no usable file below {path}; {supported}")
     return files
 
 
@@ -96,19 +105,35 @@ def read_source(source: Source, document_start: str | None = None) -> Iterator[R
         source: what to read.
         document_start: regular expression; in text files a document begins at each line it matches. Without it a text
             file is one document.
+
+    Raises:
+        ValueError: a file or dataset that cannot be read; names it.
     """
     if source.on_hub:
-        yield from _read_hub(source.location)
+        yield from _naming(source.location, _read_hub(source.location))
         return
     for path in list_files(Path(source.location)):
-        if path.is_dir():
-            yield from _read_saved_dataset(path)
-        elif file_suffix(path) in TEXT_SUFFIXES:
-            yield from _read_text(path, document_start)
-        elif file_suffix(path) in JSON_SUFFIXES:
-            yield from _read_json_lines(path)
-        else:
-            yield from _read_parquet(path)
+        yield from _naming(path, _read_path(path, document_start))
+
+
+def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]:
+    """Pass records on; what the libraries of compression, parquet and datasets raise does not say where."""
+    try:
+        yield from records
+    except Exception as error:  # each library has classes of its own
+        raise ValueError(
+            f"--input: {location} cannot be read ({type(error).__name__}: {error}); repair it or leave it out"
+        ) from error
+
+
+def _read_path(path: Path, document_start: str | None) -> Iterator[Record]:
+    if path.is_dir():
+        return _read_saved_dataset(path)
+    if file_suffix(path) in TEXT_SUFFIXES:
+        return _read_text(path, document_start)
+    if file_suffix(path) in JSON_SUFFIXES:
+        return _read_json_lines(path)
+    return _read_parquet(path)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -168,8 +193,6 @@ def _read_saved_dataset(path: Path) -> Iterator[Record]:
     from datasets import load_from_disk
 
     dataset = load_from_disk(str(path))
-    if not hasattr(dataset, "column_names") or isinstance(dataset.column_names, dict):
-        raise ValueError(f"--input: {path} holds several splits; name the folder of one, such as {path}/train")
     for row, data in enumerate(dataset, start=1):
         yield Record(f"{path}:{row}", data)
 

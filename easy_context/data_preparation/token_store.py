@@ -99,7 +99,10 @@ def _finished_shards(folder: Path) -> Iterator[Path]:
 
 
 def _meta(shard: Path) -> dict[str, int]:
-    return json.loads((shard / "meta.json").read_text())
+    try:
+        return {key: int(json.loads((shard / "meta.json").read_text())[key]) for key in ("records", "problems")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--work-dir: {shard} is damaged ({error}); delete {shard.parent} and run again") from error
 
 
 def _write_shard(
