@@ -2,5 +2,6 @@
 
 sources.py reads records, documents.py tokenises them, token_store.py keeps the tokens on disk, sampling.py splits off
 validation documents and upsamples long ones, packing.py plans rows, retrieval.py writes facts and questions into them,
-rows.py saves them, report.py says what came out, and pipeline.py runs these in turn.
+rows.py saves them, report.py says what came out, folders.py tells own folders from others' and swaps results in, and
+pipeline.py runs these in turn.
 """
