@@ -24,9 +24,10 @@ from easy_context.evaluation.arguments import (
     load_tokenizer,
 )
 from easy_context.evaluation.files import check_writable, write_whole
-from easy_context.evaluation.needle import NEEDLE_TEMPLATE, NeedleTask
+from easy_context.evaluation.needle import NEEDLE_TEMPLATE, NeedleTask, check_digits
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 
+MOST_DEPTHS = 1000  # steps in a grid; more are a slip of the pen
 # A run may be continued with another grid, on other processes; with other values of these it would be another run.
 SETTINGS = (
     "num_samples",
@@ -98,11 +99,17 @@ def parse_arguments(arguments: list[str] | None = None):
     args.lengths = context_lengths(args.min_context_length, args.max_context_length, args.context_interval, flags)
     if not 0 < args.depth_interval <= 1:
         raise ValueError(f"--depth_interval {args.depth_interval}: give a share of the context, above 0 and at most 1")
-    steps = int(1 / args.depth_interval + 1e-9)
+    steps = int(1 / max(args.depth_interval, 1e-18) + 1e-9)
+    if steps > MOST_DEPTHS:
+        raise ValueError(
+            f"--depth_interval {args.depth_interval}: {steps + 1:,} depths at {len(args.lengths)} lengths make "
+            f"{(steps + 1) * len(args.lengths):,} cells; give at least {1 / MOST_DEPTHS:g}"
+        )
     args.depths = [round(i * args.depth_interval, 6) for i in range(steps + 1)]
-    for name, least in (("num_samples", 1), ("few_shot", 0), ("batch_tokens", 1), ("rnd_number_digits", 1)):
+    for name, least in (("num_samples", 1), ("few_shot", 0), ("batch_tokens", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: give at least {least}")
+    check_digits(args.rnd_number_digits)
     check_model_flags(args)
     if args.output_dir is None:
         args.output_dir = Path("output/needle", Path(args.model).name)

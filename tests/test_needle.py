@@ -195,6 +195,42 @@ def test_other_settings_are_refused(model_folder, tmp_path):
         Journal(tmp_path / "cells.jsonl", {})
 
 
+@pytest.mark.parametrize("content", ["something of mine", "[1]\n2", "7\n", '{"settings": 3}\n', b"\xff\xfe\n"])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
+    file = tmp_path / "cells.jsonl"
+    content = content if isinstance(content, bytes) else content.encode()
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a file of this script; choose another --output_dir"):
+        Journal(file, {})
+    assert file.read_bytes() == content
+
+
+CELL = {"task": "t", "length": 8, "depth": None, "accuracy": 1.0, "item_accuracy": 1.0}
+CELL["samples"] = [{"exact": True, "items": [True]}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(json.dumps({key: value for key, value in CELL.items() if key != missing}) for missing in CELL),
+        json.dumps({**CELL, "accuracy": "high"}),
+        json.dumps({**CELL, "samples": []}),
+        json.dumps({**CELL, "samples": [{"exact": True}]}),
+        "{",
+        "",
+        "7",
+    ],
+)
+def test_a_spoilt_record_is_named_by_its_line(tmp_path, line):
+    file = tmp_path / "cells.jsonl"
+    Journal(file, {}).add(CELL)
+    assert list(Journal(file, {}).finished) == [Cell("t", 8, None)]
+    with file.open("a") as opened:
+        opened.write(line + "\n" + json.dumps(CELL) + "\n")
+    with pytest.raises(ValueError, match="cells.jsonl, line 3: no finished cell"):
+        Journal(file, {})
+
+
 def test_a_retrained_model_is_another_model(tmp_path):
     first, same, other = (save_tiny_llama(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     prints = [model_fingerprint(folder, load_config(folder)) for folder in (first, same, other)]
@@ -298,6 +334,28 @@ def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):
             ["--parallel_mode", "ulysses_attn", "--sequence-parallel-size", "2"],
             "--sequence-parallel-size 2 must divide",
         ),
+        (["--haystack_dir", ""], "--haystack_dir '': no such folder"),
+        (["--digits", "40"], "--rnd_number_digits 40: give 1 to 18"),
+        (["--rnd_number_digits", "5000"], "--rnd_number_digits 5000: give 1 to 18"),
+        (["--rnd-number-digits", "0"], "--rnd_number_digits 0: give 1 to 18"),
+        (
+            ["--depth_interval", "1e-9"],
+            "1,000,000,000 depths at 3 lengths make 3,000,000,000 cells; give at least 0.001",
+        ),
+        (["--depth_interval", "5e-324"], "--depth_interval 5e-324: .* cells"),
+        (["--depth_interval", "nan"], "--depth_interval nan: give a share"),
+        (["--context_interval", "1", "--max_context_length", "9999999"], "--context_interval 1: from 96 to 9999999"),
+        (["--prompt-template", "{haystack}{question}{x}"], "--prompt-template .* holds {x}, which nothing fills"),
+        (["--prompt-template", "{haystack}{question}{}"], "--prompt-template .* holds {}, which nothing fills"),
+        (["--needle-template", " {value} {bad}"], "--needle-template .* holds {bad}, which nothing fills"),
+        (["--question-template", "What is {value}?"], "--question-template .* holds {value}, which nothing fills"),
+        (["--answer-template", "{value} {bad}"], "--answer-template .* holds {bad}, which nothing fills"),
+        (["--question-template", "Which {key}?"], "--needle-template ' #{value}#' has no {key}, but the question"),
+        (
+            ["--needle-template", " {key} {value}", "--num_distractor", "1"],
+            r"--question-template '.n#' must hold {key}: nothing else tells",
+        ),
+        (["--rope-theta", "inf"], "--rope-theta inf: give a positive, finite number"),
         (["--output_dir", "/proc/none"], "--output_dir /proc/none/cells.jsonl: cannot be written"),
     ],
 )

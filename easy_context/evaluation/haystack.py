@@ -31,8 +31,10 @@ def read_haystack(directory: str | Path, most_characters: int = MOST_CHARACTERS)
         ValueError: it holds no `.txt` file with text in it.
     """
     folder = Path(directory)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--haystack_dir {directory}: no such folder; give one that holds .txt files")
+    if not str(directory) or not folder.is_dir():  # Path("") would be the working directory
+        raise FileNotFoundError(
+            f"--haystack_dir {directory or repr('')}: no such folder; give one that holds .txt files"
+        )
     pieces, size = [], 0
     for file in sorted(folder.rglob("*.txt")):
         piece = file.read_text(encoding="utf-8", errors="replace").strip()

@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .files import write_whole
+
 _PROBED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
@@ -33,30 +35,41 @@ class Journal:
         self.path = path
         self.finished: dict[Cell, dict] = {}
         settings = json.loads(json.dumps(settings))  # as they will be when read back
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        if lines and not lines[-1].endswith("\n"):  # the last run was killed while it wrote
-            lines.pop()
-            path.write_text("".join(lines))
-        if lines:
-            self._read(lines, settings)
-        else:
-            path.write_text(json.dumps({"settings": settings}) + "\n")
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        except UnicodeDecodeError as reason:
+            raise ValueError(f"{path} is not a file of this script; choose another --output_dir") from reason
+        if lines == [""]:
+            write_whole(path, json.dumps({"settings": settings}) + "\n")
+            return
+        unfinished = lines.pop()  # of a run that was killed while it wrote
+        if not lines:  # never of this script, which writes its first line whole
+            lines = [unfinished]
+        self._read(lines, settings)
+        if unfinished:
+            write_whole(path, "".join(line + "\n" for line in lines))
 
     def _read(self, lines: list[str], settings: dict) -> None:
         try:
-            records = [json.loads(line) for line in lines]
-            earlier = records[0]["settings"]
-        except (ValueError, KeyError, TypeError) as reason:
+            earlier = json.loads(lines[0])["settings"]
+            known = earlier.keys()
+        except (ValueError, KeyError, TypeError, AttributeError) as reason:
             raise ValueError(f"{self.path} is not a file of this script; choose another --output_dir") from reason
         changed = sorted(
-            key for key in {*earlier, *settings} if earlier.get(key, "absent") != settings.get(key, "absent")
+            key for key in {*known, *settings} if earlier.get(key, "absent") != settings.get(key, "absent")
         )
         if changed:
             what = "; ".join(f"{key}: {earlier.get(key)!r} then, {settings.get(key)!r} now" for key in changed)
             raise ValueError(
                 f"{self.path} holds results of other settings ({what}); choose another --output_dir, or --overwrite"
             )
-        for record in records[1:]:
+        for number, line in enumerate(lines[1:], start=2):
+            record = _finished_cell(line)
+            if record is None:
+                raise ValueError(
+                    f"{self.path}, line {number}: no finished cell; take the line out, choose another --output_dir, or "
+                    "--overwrite"
+                )
             self.finished[Cell(record["task"], record["length"], record["depth"])] = record
 
     def add(self, record: dict) -> None:
@@ -64,6 +77,18 @@ class Journal:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.finished[Cell(record["task"], record["length"], record["depth"])] = record
+
+
+def _finished_cell(line: str) -> dict | None:
+    """The record in a line, None if it is not one."""
+    try:
+        record = json.loads(line)
+        samples = [(sample["exact"], bool(sample["items"])) for sample in record["samples"]]
+        numbers = (record["length"], record["depth"] or 0.0, record["accuracy"], record["item_accuracy"])
+        fits = isinstance(record["task"], str) and all(isinstance(number, int | float) for number in numbers)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if fits and samples and all(items for _, items in samples) else None
 
 
 def model_fingerprint(name: str, config) -> str:

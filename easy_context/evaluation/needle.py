@@ -2,8 +2,9 @@
 
 import random
 
-from .prompts import ANSWER_SEPARATOR, Example
+from .prompts import ANSWER_SEPARATOR, Example, check_marks
 
+MOST_DIGITS = 18  # of a number that fits 64 bits
 KEY_MARK, VALUE_MARK = "{key}", "{value}"
 NEEDLE_TEMPLATE = " The secret number of the {key} is {value}."
 QUESTION_TEMPLATE = "What is the secret number of the {key}?"
@@ -26,6 +27,12 @@ KEYS = tuple(f"{adjective} {noun}" for adjective in _ADJECTIVES.split() for noun
 def distinct_numbers(rng: random.Random, count: int, digits: int) -> list[str]:
     """`count` different numbers of exactly `digits` decimal digits, none starting with 0."""
     return [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
+
+
+def check_digits(digits: int) -> None:
+    """Raises ValueError unless numbers of so many digits can be drawn."""
+    if not 1 <= digits <= MOST_DIGITS:
+        raise ValueError(f"--rnd_number_digits {digits}: give 1 to {MOST_DIGITS}")
 
 
 def spread(depth: float, count: int) -> list[float]:
@@ -71,12 +78,20 @@ class NeedleTask:
                 f"--num_needles {needles} and --num_distractor {distractors}: at least 1 and 0, "
                 f"together at most {len(KEYS)}"
             )
-        if digits < 1 or everything > 9 * 10 ** (digits - 1):
+        check_digits(digits)
+        if everything > 9 * 10 ** (digits - 1):
             raise ValueError(f"--rnd_number_digits {digits} does not give {everything} different numbers; raise it")
         self.name, self.digits, self.needles, self.ask, self.distractors = name, digits, needles, ask, distractors
         self.needle_template = needle_template
         self.question_template = question_template or (QUESTION_TEMPLATE_ALL if ask == "all" else QUESTION_TEMPLATE)
         self.answer_template = answer_template or (ANSWER_TEMPLATE_ALL if ask == "all" else ANSWER_TEMPLATE)
+        self._check_templates(everything)
+
+    def _check_templates(self, everything: int) -> None:
+        needle_template, asking = self.needle_template, self.question_template + self.answer_template
+        check_marks("--needle-template", needle_template, (KEY_MARK, VALUE_MARK))
+        check_marks("--question-template", self.question_template, (KEY_MARK,))
+        check_marks("--answer-template", self.answer_template, (KEY_MARK, VALUE_MARK))
         if VALUE_MARK not in needle_template:
             raise ValueError(f"--needle-template {needle_template!r} must hold {VALUE_MARK}")
         if everything > 1 and KEY_MARK not in needle_template:
@@ -86,6 +101,16 @@ class NeedleTask:
             )
         if self.answer_template.count(VALUE_MARK) != 1:
             raise ValueError(f"--answer-template {self.answer_template!r} must hold {VALUE_MARK} exactly once")
+        if KEY_MARK in asking and KEY_MARK not in needle_template:
+            raise ValueError(
+                f"--needle-template {needle_template!r} has no {KEY_MARK}, but the question or answer names it: give "
+                f"--question-template and --answer-template without {KEY_MARK}, or put it into the needle"
+            )
+        if self.distractors and KEY_MARK not in self.question_template + self.answer_template.split(VALUE_MARK)[0]:
+            raise ValueError(
+                f"--question-template {self.question_template!r} must hold {KEY_MARK}: nothing else tells the needle "
+                f"from the {self.distractors} of --num_distractor"
+            )
 
     def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
         """New keys and numbers, the first needle at `depth`."""

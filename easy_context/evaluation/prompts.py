@@ -5,6 +5,7 @@ The haystack is cut so that the whole, answer included, has exactly the length a
 """
 
 import random
+import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,17 @@ CHAT_TEMPLATE = "Read the text and answer the question at its end.\n\n{haystack}
 SHOT_SENTENCES = 4  # prose in a worked example
 SHOT_LIST_SIZE = 40  # entries in a worked example of a task that fills the context with a list
 ANSWER_SEPARATOR = ", "
+PLACEHOLDER = re.compile(r"\{\w*\}")
+
+
+def check_marks(flag: str, template: str, known: tuple[str, ...]) -> None:
+    """Raises ValueError if `template` has a placeholder that nothing would fill: the model would read it as it stands.
+
+    Braces around anything but one word are text.
+    """
+    unknown = [mark for mark in PLACEHOLDER.findall(template) if mark not in known]
+    if unknown:
+        raise ValueError(f"{flag} {template!r} holds {unknown[0]}, which nothing fills; it may hold {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -94,11 +106,12 @@ class PromptBuilder:
             shots: worked examples before the question.
 
         Raises:
-            ValueError: the template lacks a mark, or the tokenizer has no chat template.
+            ValueError: the template lacks a mark or has an unknown one, or the tokenizer has no chat template.
         """
         if prompt_format == "chat" and not encoder.tokenizer.chat_template:
             raise ValueError("--format chat: this tokenizer has no chat template; use --format plain")
         self.template = template or (CHAT_TEMPLATE if prompt_format == "chat" else PLAIN_TEMPLATE)
+        check_marks("--prompt-template", self.template, (HAYSTACK_MARK, QUESTION_MARK))
         for mark in (HAYSTACK_MARK, QUESTION_MARK):
             if self.template.count(mark) != 1:
                 raise ValueError(f"--prompt-template {self.template!r} must hold {mark} exactly once")
