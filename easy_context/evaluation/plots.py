@@ -1,7 +1,5 @@
 """Pictures of results: perplexity curves, needle heatmaps, training curves. Drawn without a display."""
 
-import csv
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 DPI = 150
+FORMATS = tuple(plt.Figure().canvas.get_supported_filetypes())
 LOG_RATIO = 8  # largest over smallest value from which a perplexity axis is logarithmic
 SMOOTHED_SHARE = 0.05  # of a run's steps, in the window of the smoothed loss
 _STYLE = {
@@ -34,29 +33,6 @@ def tokens_label(tokens: float, _=None) -> str:
     if tokens % (kilo // 2) == 0 and tokens >= kilo:
         return f"{tokens / kilo:g}K"
     return f"{tokens / 1000:.0f}K" if tokens >= 10_000 else f"{tokens:g}"
-
-
-def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
-    """A CSV of eval_ppl.py: model -> length -> (summed loss, tokens) over its documents.
-
-    Raises:
-        ValueError: the file has other columns, or no rows.
-    """
-    curves: dict[str, dict[int, tuple[float, int]]] = {}
-    with open(file, newline="") as opened:
-        rows = csv.DictReader(opened)
-        missing = {"model", "length", "tokens", "loss"} - set(rows.fieldnames or ())
-        if missing:
-            raise ValueError(f"{file} lacks the columns {sorted(missing)}: it is not a CSV of eval_ppl.py")
-        for row in rows:
-            curve = curves.setdefault(row["model"], {})
-            loss, tokens = curve.get(int(row["length"]), (0.0, 0))
-            # A document whose labels are all -100 so far has no tokens and a loss that is not a number.
-            own = int(row["tokens"])
-            curve[int(row["length"])] = (loss + (float(row["loss"]) * own if own else 0.0), tokens + own)
-    if not curves:
-        raise ValueError(f"{file} has no rows")
-    return curves
 
 
 def draw_perplexity(
@@ -97,32 +73,6 @@ def _length_axis(axes, lengths: list[int]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
 
 
-def read_cells(file: str | Path) -> list[dict]:
-    """Finished cells of eval_needle.py, from its JSONL or its CSV.
-
-    Raises:
-        ValueError: the file is neither, or has no cells.
-    """
-    text = Path(file).read_text()
-    if text.startswith("{"):
-        records = [json.loads(line) for line in text.splitlines()]
-        cells = [record for record in records if "accuracy" in record]
-    else:
-        cells = [
-            {
-                "task": row["task"],
-                "length": int(row["length"]),
-                "depth": float(row["depth"]) if row["depth"] else None,
-                "accuracy": float(row["accuracy"]),
-            }
-            for row in csv.DictReader(text.splitlines())
-            if "accuracy" in row
-        ]
-    if not cells:
-        raise ValueError(f"{file} holds no cells of eval_needle.py")
-    return cells
-
-
 def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> None:
     """A heatmap of accuracy, length to the right and depth downwards, each cell with its number in per cent.
 
@@ -161,19 +111,6 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
             image, ax=axes, format=FuncFormatter(lambda value, _: f"{100 * value:.0f} %"), label="right answers"
         )
         _save(figure, axes, output, title)
-
-
-def read_metrics(file: str | Path) -> list[dict]:
-    """The lines of a training run's metrics.jsonl that hold a step's loss.
-
-    Raises:
-        ValueError: there are none.
-    """
-    records = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
-    steps = [record for record in records if "loss" in record and "step" in record]
-    if not steps:
-        raise ValueError(f"{file} has no lines with step and loss: it is not a metrics.jsonl of train.py")
-    return steps
 
 
 def draw_loss(runs: Sequence[tuple[str, list[dict]]], output: str | Path, title: str = "") -> None:
