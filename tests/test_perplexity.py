@@ -221,6 +221,13 @@ def test_splits_of_a_saved_dataset(tmp_path):
     with pytest.raises(ValueError, match="--split test: .* has train, validation"):
         rows.load_rows(str(tmp_path / "d"), "test")
     part.to_parquet(tmp_path / "rows.parquet")
+    part.save_to_disk(tmp_path / "prepared" / "train")  # as prepare_data.py leaves it
+    Dataset.from_list([{"input_ids": [5, 6]}]).save_to_disk(tmp_path / "prepared" / "validation")
+    (tmp_path / "prepared" / "report.json").write_text("{}")
+    assert list(rows.load_rows(str(tmp_path / "prepared"), None)) == [{"input_ids": [5, 6]}]
+    assert list(rows.load_rows(str(tmp_path / "prepared"), "train")) == [{"input_ids": [1, 2]}]
+    with pytest.raises(ValueError, match="--split test: .* has train, validation"):
+        rows.load_rows(str(tmp_path / "prepared"), "test")
     part.save_to_disk(tmp_path / "plain")
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n\n')
     (tmp_path / "rows.json").write_text('[{"input_ids": [1, 2]}]')

@@ -65,7 +65,7 @@ def _shown(value: Any) -> str:
 
 
 def load_rows(name: str, split: str | None) -> Iterable[dict]:
-    """A tokenized dataset: a folder from `save_to_disk`, a parquet or JSON file, or a name on the hub.
+    """A tokenized dataset: a folder from `save_to_disk` or of several, a parquet or JSON file, or a name on the hub.
 
     Args:
         name: path or hub name.
@@ -93,9 +93,12 @@ def _splits_of(name: str, path: Path) -> dict[str, Iterable[dict]]:
     """Split -> rows; a dataset without splits has one called ""."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
+    parts = sorted(part for part in path.iterdir() if _is_saved(part)) if path.is_dir() else []
     try:
-        if path.is_dir() and any((path / file).exists() for file in _SAVED_FILES):
+        if _is_saved(path):
             dataset = load_from_disk(name)
+        elif parts:  # the output of prepare_data.py: a folder for each split
+            return {part.name: load_from_disk(str(part)) for part in parts}
         elif path.is_file() and path.suffix != ".parquet":
             raise ValueError(f"a file of kind {path.suffix or path.name}; give parquet, json or jsonl")
         elif path.suffix == ".parquet":
@@ -108,6 +111,10 @@ def _splits_of(name: str, path: Path) -> dict[str, Iterable[dict]]:
     if isinstance(dataset, DatasetDict):
         return dict(dataset)
     return {"": dataset}
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / file).is_file() for file in _SAVED_FILES)
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
