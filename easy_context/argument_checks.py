@@ -115,16 +115,13 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
     from .huggingface import modeling_module
+    from .weights import check_weights
 
     folder = Path(model)
     if not folder.is_dir() and (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
         return None, [f"--model {model}: no such folder; give a hub name or the folder of a saved model"]
     if folder.is_dir() and not (folder / "config.json").is_file():
         return None, [f"--model {model} holds no config.json: give the folder of a saved model, or a hub name"]
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*")):
-        return None, [f"--model {model} holds no weights (model.safetensors or shards of it): save the model there"]
-    if folder.is_dir() and (problem := _damaged_weights(folder)):
-        return None, [f"--model {model}: {problem}; copy or save the model anew"]
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -134,20 +131,11 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
         modeling_module(config.model_type)
     except ValueError as error:  # whose config may lack what the other checks read
         return None, [f"--model {model}: {error}"]
+    try:
+        check_weights(model, config)
+    except ValueError as error:
+        return None, [str(error)]
     return config, []
-
-
-def _damaged_weights(folder: Path) -> str | None:
-    """Which safetensors file does not have the length that its header promises, or None."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return f"{file.name} is damaged ({str(error).splitlines()[0]})"
-    return None
 
 
 def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:

@@ -150,7 +150,7 @@ def test_names_spelled_out_for_help_are_the_real_ones():
         (["--output-dir", "{0}/" + 300 * "x"], ["--output-dir", "too long", "another folder"]),
         (["--attn-kernel", "cudnn"], ["--attn-kernel cudnn", "CUDA"]),
         (["--model", "{0}/no-weights"], ["--model", "holds no weights"]),
-        (["--model", "{0}/cut-off"], ["--model", "model.safetensors is damaged", "anew"]),
+        (["--model", "{0}/cut-off"], ["--model", "model.safetensors is damaged", "again"]),
         (["--model", "{0}/rows"], ["--model", "holds no config.json"]),
         (["--model", "{0}/no-such-type"], ["--model", "no-such-type", "hub name or a model's folder"]),
         (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),

@@ -14,8 +14,8 @@ from ..mesh import Mesh, sequence_size
 from ..modes import get_mode
 from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
+from ..weights import check_weights, first_line, load_whole
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
-from .weights import check_weights, first_line, load_whole
 
 
 class UnusableModel(ValueError):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..weights import first_line
 from .documents import Document
-from .weights import first_line
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 _LARGEST_ID = 2**63 - 1
