@@ -130,7 +130,7 @@ def draw_loss(runs: Sequence[tuple[str, list[dict]]], output: str | Path, title:
             if width > 1:
                 axes.plot(steps, running_mean(losses, width), color=line.get_color(), label=label)
         axes.set_xlabel("optimizer step")
-        axes.set_ylabel("loss (nats per token)")
+        axes.set_ylabel("loss (nats per learned token)")
         axes.legend(frameon=False)
         _save(figure, axes, output, title)
 
