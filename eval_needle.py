@@ -23,9 +23,9 @@ from easy_context.evaluation.arguments import (
     context_lengths,
     load_tokenizer,
 )
-from easy_context.evaluation.files import check_writable, write_whole
 from easy_context.evaluation.needle import NEEDLE_TEMPLATE, NeedleTask, check_digits
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
+from easy_context.files import check_writable, write_whole
 
 MOST_DEPTHS = 1000  # steps in a grid; more are a slip of the pen
 # A run may be continued with another grid, on other processes; with other values of these it would be another run.

@@ -23,7 +23,7 @@ from easy_context.evaluation.arguments import (
     context_lengths,
     load_tokenizer,
 )
-from easy_context.evaluation.files import check_writable, write_whole
+from easy_context.files import check_writable, write_whole
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity")
 

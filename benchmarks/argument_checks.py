@@ -1,8 +1,12 @@
 """Checks of flags that both benchmarks share; imports nothing heavy."""
 
 import argparse
-import os
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun puts only this folder on the path
+
+from easy_context.files import check_writable
 
 
 def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: tuple[str, ...]) -> None:
@@ -15,10 +19,7 @@ def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, na
 
 def check_output(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End with a message unless `--output` can be written, before anything is measured."""
-    target = Path(args.output)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--output {target}: {error.strerror} ({error.filename}); name another file")
-    if target.is_dir() or not os.access(target.parent, os.W_OK):
-        parser.error(f"--output {target}: cannot be written; name another file")
+        check_writable(Path(args.output), "--output")
+    except ValueError as reason:
+        parser.error(str(reason))

@@ -19,9 +19,11 @@ from typing import Any
 
 from argument_checks import check_output, check_positive
 
+from easy_context.arguments import KERNELS as KERNEL_CHOICES
+
+KERNELS = KERNEL_CHOICES[1:]  # without "auto": every row names its kernel
 OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 CANDIDATES = ("zigzag_all_gather",)  # not in the package
-KERNELS = ("flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 PEERS = ("ring_flash_attn", "yunchang_ulysses", "yunchang_usp", "context_parallel")
 COLUMNS = (
     ("tokens", "seq_length", ","),
@@ -172,14 +174,12 @@ def our_plan(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
 
 def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world):
     """One of our modes with one kernel."""
-    from peers import AttentionMethod
+    from peers import AttentionMethod, shard_as
 
     from easy_context.attention import sequence_parallel_attention
 
     plan = our_plan(mode_name, kernel_name, args, world)
-    rank, size = (0, 1) if plan.group is None else (world.rank, world.size)
-    run = functools.partial(sequence_parallel_attention, plan=plan)
-    return AttentionMethod(run, lambda tensor: plan.mode.shard(tensor, rank, size))
+    return AttentionMethod(functools.partial(sequence_parallel_attention, plan=plan), shard_as(plan.mode))
 
 
 def lone_method(mode_name: str, kernel_name: str, rank: int, size: int, args: argparse.Namespace, world):

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from easy_context.attention import AttentionPlan, sequence_parallel_attention
 from easy_context.engines import get_engine
 from easy_context.kernels import AttentionMask
-from easy_context.modes import get_mode
+from easy_context.modes import ParallelMode, get_mode
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SDP_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
@@ -44,10 +44,10 @@ class AttentionMethod:
     session: Callable[[], contextlib.AbstractContextManager] = field(default=contextlib.nullcontext)
 
 
-def shard_as(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How one of our modes splits a row over all ranks of the run."""
+def shard_as(mode: ParallelMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How a mode splits a row over all ranks of the run."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return lambda tensor: get_mode(mode).shard(tensor, rank, size)
+    return lambda tensor: mode.shard(tensor, rank, size)
 
 
 def ring_flash_attn() -> AttentionMethod:
@@ -63,7 +63,7 @@ def ring_flash_attn() -> AttentionMethod:
         plan = AttentionPlan(mode, q.shape[-1] ** -0.5, AttentionMask(causal=True), kernel, dist.group.WORLD)
         return sequence_parallel_attention(q, k, v, plan)
 
-    return AttentionMethod(run, shard_as("zigzag_ring_attn"), note=note or "")
+    return AttentionMethod(run, shard_as(get_mode("zigzag_ring_attn")), note=note or "")
 
 
 def yunchang_ulysses() -> AttentionMethod:
@@ -77,7 +77,8 @@ def yunchang_ulysses() -> AttentionMethod:
     from yunchang.kernels import AttnType
 
     layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
-    return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard_as("ulysses_attn"), note=note or "")
+    shard = shard_as(get_mode("ulysses_attn"))
+    return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard, note=note or "")
 
 
 def yunchang_usp() -> AttentionMethod:
@@ -133,7 +134,7 @@ def torch_context_parallel(kernel: str, device: torch.device, repeat_kv: bool) -
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     note = "key heads repeated" if repeat_kv else ""
-    return AttentionMethod(run, shard_as("zigzag_ring_attn"), heads_first=True, note=note, session=session)
+    return AttentionMethod(run, shard_as(get_mode("zigzag_ring_attn")), heads_first=True, note=note, session=session)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun puts only this folder on the path
-
 import torch
 import torch.distributed as dist
+
+from easy_context.files import write_whole
 
 PACKAGES = (
     "torch",
@@ -144,11 +144,7 @@ def _version(package: str) -> str | None:
 def write_json(world: World, path: str, results: dict[str, Any]) -> None:
     """Write `results` on rank 0, whole or not at all. Called after every row, so that a crash loses one row."""
     if world.rank == 0:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps(results, indent=1) + "\n")
-        partial.replace(target)
+        write_whole(Path(path), json.dumps(results, indent=1) + "\n")
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str, str]]) -> str:

@@ -23,9 +23,9 @@ from typing import Any
 
 from argument_checks import check_output, check_positive
 
+from easy_context.arguments import KERNELS, MODES
+
 METHODS = ("ours", "original", "original_liger", "alst_cudnn", "alst_fa2", "alst_cudnn_tiled")
-KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
-MODES = ("data_parallel", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 COLUMNS = (
     ("tokens", "seq_length", ","),
     ("method", "method", ""),

@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +72,14 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
 
 def _output_problems(args: argparse.Namespace) -> list[str]:
     from .checkpoints import is_finished
+    from .files import nearest_existing, probe_folder
 
     if not args.output_dir.strip():
         return ["--output-dir is empty: name a folder"]
     output_dir = existing = Path(args.output_dir)
     try:
-        while not existing.exists():  # raises if a name is too long
-            existing = existing.parent
-        tempfile.TemporaryFile(dir=existing).close()  # the mode bits do not know of read-only or full disks
+        existing = nearest_existing(output_dir)  # raises if a name is too long
+        probe_folder(existing)
     except OSError as error:
         return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
     if is_finished(output_dir) and not args.overwrite:
@@ -114,6 +113,7 @@ def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[
 def _load_config(model: str) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
+    from .errors import first_line
     from .huggingface import modeling_module
     from .weights import check_weights
 
@@ -125,8 +125,8 @@ def _load_config(model: str) -> tuple[Any, list[str]]:
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        return None, [f"--model {model} has no config that loads ({first_line}): give a hub name or a model's folder"]
+        reason = first_line(error)
+        return None, [f"--model {model} has no config that loads ({reason}): give a hub name or a model's folder"]
     try:
         modeling_module(config.model_type)
     except ValueError as error:  # whose config may lack what the other checks read
@@ -166,16 +166,17 @@ def _check_engine(args: argparse.Namespace, config: Any) -> None:
     import torch
 
     from .engines import check_engine, get_engine
+    from .huggingface import head_dim
     from .kernels.flash_attn import FlashAttnKernel
 
     check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if args.attn_engine == "library" and (reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim)):
+    what = device, dtype, head_dim(config)
+    if args.attn_engine == "library" and (reason := FlashAttnKernel().unsupported_reason(*what)):
         raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
     _, select = get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
-    select(device, dtype, head_dim)
+    select(*what)
 
 
 def _check_dropout(config: Any) -> None:

@@ -139,9 +139,9 @@ class _PutAway:
             x.detach().requires_grad_(needs) if isinstance(x, torch.Tensor) else x
             for x, needs in zip(values, self._requires_grad, strict=False)
         ]
-        recorded = iter(values[len(args) :])
         if self._lengths is None:
             return args, None
+        recorded = iter(values[len(args) :])
         attention = [tuple(next(recorded) for _ in range(length)) for length in self._lengths]
         return args, attention
 

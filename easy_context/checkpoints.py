@@ -8,10 +8,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from .errors import first_line
+
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
-_WEIGHTS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
-)  # as save_pretrained names them
+# As save_pretrained names them.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
 def is_finished(output_dir: Path) -> bool:
@@ -72,6 +73,6 @@ def load_tokenizer(name_or_path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name_or_path)
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0].rstrip(": ")
-        print(f"no tokenizer is saved with the model, because {name_or_path} has none that loads ({first_line})")
+        reason = first_line(error).rstrip(": ")
+        print(f"no tokenizer is saved with the model, because {name_or_path} has none that loads ({reason})")
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .errors import first_line
 from .loss import IGNORE_INDEX
 from .mesh import Mesh
 
@@ -53,7 +54,7 @@ def _load(name: str, flag: str) -> Any:
     if os.environ.get("RANK", "0") != "0":
         datasets.disable_progress_bars()  # rank 0 shows them
     path = Path(name)
-    saved = _is_saved_dataset(path)
+    saved = is_saved_dataset(path)
     files = _data_files(path, flag) if path.exists() and not saved else []
     try:
         if saved:
@@ -69,9 +70,8 @@ def _load(name: str, flag: str) -> Any:
             f"{flag} {name} has no rows: name another dataset; prepare_data.py makes rows from text"
         ) from error
     except Exception as error:  # malformed files and unknown hub names raise a dozen types
-        reason = error.__cause__ or error
-        first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        raise ValueError(f"{flag} {name} cannot be read as a dataset ({first_line}): {_EXPECTED}") from error
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"{flag} {name} cannot be read as a dataset ({reason}): {_EXPECTED}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded and len(loaded) != 1:
             raise ValueError(
@@ -81,13 +81,14 @@ def _load(name: str, flag: str) -> Any:
     return loaded
 
 
-def _is_saved_dataset(path: Path) -> bool:
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `path` was written by `save_to_disk`."""
     return any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _data_files(path: Path, flag: str) -> list[Path]:
     """The parquet, json or jsonl files that `path` is or holds, all of one kind."""
-    if path.is_dir() and (parts := sorted(str(part) for part in path.iterdir() if _is_saved_dataset(part))):
+    if path.is_dir() and (parts := sorted(str(part) for part in path.iterdir() if is_saved_dataset(part))):
         raise ValueError(f"{flag} {path} is a folder of several datasets: name one of {', '.join(parts)}")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in _FILE_TYPES)
     kinds = {_FILE_TYPES.get(file.suffix) for file in files}

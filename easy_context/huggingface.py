@@ -43,6 +43,11 @@ def modeling_module(model_type: str) -> Any:
     return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
+def head_dim(config: Any) -> int:
+    """Width of an attention head, which not every config names."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def rebind(model_type: str, name: str, attention: Callable, create_mask: Callable) -> Callable[[], None]:
     """Rebind one family's attention and masks, and register `attention` as attn_implementation `name`.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .huggingface import head_dim
+
 # Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -41,9 +43,8 @@ def flops_per_token(config: Any, parameters: int, seq_length: int) -> float:
         parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
         seq_length: tokens of a row.
     """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_length
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length
     return 6 * (parameters - embedding) + attention
 
 

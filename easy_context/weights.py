@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from .errors import first_line
+
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
 INDEX_FILES = tuple(f"{name}.index.json" for name in SINGLE_FILES)
 
@@ -112,8 +114,3 @@ def load_whole(name: str, config, dtype):
             "config and weights are of different models, or a file is missing"
         )
     return model
-
-
-def first_line(reason: BaseException) -> str:
-    """An error's first line, or its type where it says nothing."""
-    return next(iter(str(reason).strip().splitlines()), type(reason).__name__)

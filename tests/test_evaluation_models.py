@@ -13,7 +13,7 @@ from tiny_models import save_tiny_llama
 import eval_needle
 import eval_ppl
 from easy_context.evaluation import loading
-from easy_context.evaluation.files import check_writable, write_whole
+from easy_context.files import check_writable, write_whole
 
 
 @pytest.fixture(scope="module")

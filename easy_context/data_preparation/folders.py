@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from easy_context.files import nearest_existing
+
 MARK = ".prepare_data"
 STAGING = "new.part"
 WORK = "work"
@@ -61,7 +63,7 @@ def check_folder(flag: str, folder: Path) -> None:
     Raises:
         ValueError: names `flag`, the folder and the remedy.
     """
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = nearest_existing(folder)
     if not existing.is_dir():
         raise ValueError(f"{flag} {folder}: {existing} is a file, a folder is needed; take another")
     if existing == folder and any(folder.iterdir()) and not is_own(folder):

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
-from ..huggingface import SUPPORTED_MODELS, modeling_module, refuse_model_features
+from ..errors import first_line
+from ..huggingface import SUPPORTED_MODELS, head_dim, modeling_module, refuse_model_features
 from ..kernels import select_kernel
 from ..mesh import Mesh, sequence_size
 from ..modes import get_mode
 from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
-from ..weights import check_weights, first_line, load_whole
+from ..weights import check_weights, load_whole
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
 
 
@@ -155,8 +156,7 @@ def check_parallelism(config, args, longest: int) -> None:
     get_mode(mode).check(config, longest, size)
     refuse_model_features(config, longest, size)
     device = _own_device()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    select_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim)
+    select_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim(config))
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:

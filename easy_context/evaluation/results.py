@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-NO_NUMBER = "must be a number"
-
 
 def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
     """A CSV of eval_ppl.py: model -> length -> (summed loss, tokens) over its documents.
@@ -66,7 +64,7 @@ def read_metrics(file: str | Path) -> list[dict]:
     for where, record in steps:
         for key in ("step", "loss"):  # a loss that is NaN is a fact about the run
             if not isinstance(record[key], int | float) or isinstance(record[key], bool):
-                raise ValueError(f"{where}: {key} {record[key]!r} {NO_NUMBER}")
+                raise ValueError(f"{where}: {key} {record[key]!r} must be a number")
     return [record for _, record in steps]
 
 

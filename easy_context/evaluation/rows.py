@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..weights import first_line
+from ..data import is_saved_dataset
+from ..errors import first_line
 from .documents import Document
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 _LARGEST_ID = 2**63 - 1
-_SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 
 
 def tokenized_documents(rows: Iterable[dict], name: str) -> Iterator[Document]:
@@ -93,9 +93,9 @@ def _splits_of(name: str, path: Path) -> dict[str, Iterable[dict]]:
     """Split -> rows; a dataset without splits has one called ""."""
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    parts = sorted(part for part in path.iterdir() if _is_saved(part)) if path.is_dir() else []
+    parts = sorted(part for part in path.iterdir() if is_saved_dataset(part)) if path.is_dir() else []
     try:
-        if _is_saved(path):
+        if is_saved_dataset(path):
             dataset = load_from_disk(name)
         elif parts:  # the output of prepare_data.py: a folder for each split
             return {part.name: load_from_disk(str(part)) for part in parts}
@@ -111,10 +111,6 @@ def _splits_of(name: str, path: Path) -> dict[str, Iterable[dict]]:
     if isinstance(dataset, DatasetDict):
         return dict(dataset)
     return {"": dataset}
-
-
-def _is_saved(path: Path) -> bool:
-    return any((path / file).is_file() for file in _SAVED_FILES)
 
 
 def _json_rows(path: Path) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Result files that are whole or not there: a run that fails or is killed leaves no half of one."""
+"""Can a file be written, and result files that are whole or not there, of which a killed run leaves no half."""
 
 import os
 import tempfile
@@ -21,17 +21,25 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def nearest_existing(path: Path) -> Path:
+    """`path` itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def probe_folder(folder: Path) -> None:
+    """Raises OSError unless a file can be written in `folder`; the mode bits do not know of read-only or full disks."""
+    tempfile.TemporaryFile(dir=folder).close()
+
+
 def check_writable(path: Path, flag: str) -> None:
     """Raises ValueError naming the flag unless `path` can be written; leaves no trace, whatever is there already."""
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_existing(path.parent)
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         if path.exists():
             with path.open("a"):  # adds nothing
                 pass
-        tempfile.TemporaryFile(dir=folder).close()  # the mode bits do not know of read-only or full disks
+        probe_folder(folder)
     except OSError as reason:
         raise ValueError(f"{flag} {path}: cannot be written ({reason.strerror}); name another file") from reason
