@@ -66,6 +66,8 @@ class WorkerPool:
 
     def __init__(self):
         os.environ["OMP_NUM_THREADS"] = "1"
+        # No rank may finish, and close its connections, while another still opens its own: gloo fails there.
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(HEAVY_IMPORTS)
         self._folder = tempfile.TemporaryDirectory(prefix="worker_pool_")
