@@ -1,5 +1,6 @@
 """The base of rotary position embeddings (RoPE, arXiv 2104.09864), raised to stretch the context."""
 
+import math
 from typing import Any
 
 _COMPUTED_FROM_WINDOW = ("dynamic", "longrope")
@@ -16,12 +17,12 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
         seq_length: `max_position_embeddings` is raised to this many tokens if it is smaller; None keeps it.
 
     Raises:
-        ValueError: theta is not positive, the config has a base for each layer type, or raising the window would
-            change the scaling.
+        ValueError: theta is not positive and finite, the config has a base for each layer type, or raising the window
+            would change the scaling.
     """
     if theta is not None:
-        if theta <= 0:
-            raise ValueError(f"--rope-theta {theta} must be positive")
+        if not (math.isfinite(theta) and theta > 0):
+            raise ValueError(f"--rope-theta {theta} must be positive and finite")
         parameters = config.rope_parameters
         if "rope_theta" not in parameters:
             raise ValueError(

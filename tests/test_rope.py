@@ -95,9 +95,13 @@ def test_scaling_that_depends_on_the_window_is_not_changed_by_raising_it(rope_ty
     assert config.max_position_embeddings == 64
 
 
-def test_bases_that_cannot_be_set_are_refused():
-    with pytest.raises(ValueError, match="--rope-theta 0"):
-        set_rope_theta(LlamaConfig(**SMALL), 0, None)
+@pytest.mark.parametrize("theta", [0, -1e4, float("nan"), float("inf")])
+def test_bases_that_cannot_be_set_are_refused(theta):
+    with pytest.raises(ValueError, match=f"--rope-theta {theta} must be positive and finite"):
+        set_rope_theta(LlamaConfig(**SMALL), theta, None)
+
+
+def test_one_base_cannot_replace_a_base_for_each_layer_type():
     config = LlamaConfig(**SMALL)
     config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     with pytest.raises(ValueError, match="(?s)--rope-theta.*full_attention"):
