@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -374,6 +375,35 @@ def test_folder_that_cannot_be_is_named(tokenizer_dir, inputs, tmp_path, flag):
             run(tokenizer_dir, tmp_path / "rows", *flags, flag, path)
     with pytest.raises(ValueError, match=f"{flag} /proc/rows: cannot be written .*; take another folder"):
         run(tokenizer_dir, tmp_path / "rows", *flags, flag, "/proc/rows")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from easy_context.data_preparation.folders import claim_folder
+with claim_folder("--output-dir", Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--work-dir"])
+def test_a_folder_that_another_run_writes_is_refused_until_that_run_ends(tokenizer_dir, tmp_path, flag):
+    (tmp_path / "a.txt").write_text(text()[:2000])
+    held, rows = tmp_path / "held", tmp_path / "rows"
+    output, *flags = [held] if flag == "--output-dir" else [rows, "--work-dir", held]
+    flags += ["--input", tmp_path / "a.txt", "--seq-length", 64]
+    hold = [sys.executable, "-c", HOLD, str(held)]
+    with subprocess.Popen(
+        hold, cwd=Path(prepare_data.__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ValueError, match=f"{flag} .*held: another prepare_data.py is writing there; wait"):
+                run(tokenizer_dir, output, *flags)
+        finally:
+            other.kill()
+    assert run(tokenizer_dir, output, *flags)["splits"]["train"]["rows"] > 0
 
 
 # --- signals

@@ -1,8 +1,12 @@
 """The folders that prepare_data.py writes: it marks its own, leaves all others alone, and swaps rows in once whole."""
 
+import contextlib
+import fcntl
 import json
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +77,30 @@ def check_folder(flag: str, folder: Path) -> None:
         )
 
 
-def claim_folder(flag: str, folder: Path) -> None:
-    """Make the folder, and mark it as one whose contents later runs may continue or replace.
+@contextlib.contextmanager
+def claim_folder(flag: str, folder: Path) -> Iterator[None]:
+    """Make the folder, mark it as one whose contents later runs may continue or replace, and hold it for one run.
 
     Raises:
-        ValueError: as `check_folder`, or the folder cannot be made or written.
+        ValueError: as `check_folder`, the folder cannot be made or written, or another run holds it.
     """
     check_folder(flag, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARK).write_text("Made by prepare_data.py, which continues or replaces its own files here.\n")
+        mark = (folder / MARK).open("r+")
     except OSError as error:
         raise ValueError(f"{flag} {folder}: cannot be written ({error.strerror}); take another folder") from error
+    with mark:
+        try:
+            fcntl.lockf(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: it ends with it, whatever ends it
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(
+                f"{flag} {folder}: another prepare_data.py is writing there; wait for it or take another folder"
+            ) from error
+        except OSError as error:  # a file system without locks
+            warnings.warn(f"{flag} {folder}: cannot be locked ({error.strerror}); run once at a time", stacklevel=2)
+        yield
 
 
 def refuse_foreign_files(output_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """The whole way from sources to saved rows."""
 
+import contextlib
 import json
 import shutil
 from functools import partial
@@ -98,11 +99,10 @@ def prepare(
 
     Raises:
         ValueError: a setting that does not fit the data, `output_dir` holds the rows of other settings, or one of
-            the folders holds what prepare_data.py did not write.
+            the folders holds what prepare_data.py did not write or belongs to a run that goes on.
     """
     rules = tokenizer_digest(tokenizer)
-    sources = [*settings.sources, *settings.validation_sources]
-    digests = [source_digest(source, settings, rules) for source in sources]
+    digests = [source_digest(source, settings, rules) for source in (*settings.sources, *settings.validation_sources)]
     run = run_digest(settings, digests)
     finished = None if overwrite else read_report(output_dir)
     if finished is not None:
@@ -111,31 +111,38 @@ def prepare(
         raise ValueError(
             f"--output-dir: {output_dir} holds rows of other inputs or settings; take another or --overwrite"
         )
-    claim_folder("--output-dir", output_dir)
-    refuse_foreign_files(output_dir)
-    if work_dir is not None:
-        claim_folder("--work-dir", work_dir)
+    with contextlib.ExitStack() as claims:
+        claims.enter_context(claim_folder("--output-dir", output_dir))
+        if work_dir is not None:
+            claims.enter_context(claim_folder("--work-dir", work_dir))
+        refuse_foreign_files(output_dir)
+        stores = _fill_stores(settings, digests, tokenizer, work_dir or output_dir / WORK, workers)
+        staging = output_dir / STAGING
+        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            staging.mkdir()
+            report = _write_splits(settings, stores, tokenizer, staging)
+            report["run"] = run
+            (staging / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            install_results(output_dir)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        if work_dir is None:
+            remove_token_stores(output_dir / WORK)
+    return report
+
+
+def _fill_stores(
+    settings: Settings, digests: list[str], tokenizer: Any, folder: Path, workers: int
+) -> list[TokenStore]:
     document_tokenizer = DocumentTokenizer(
         tokenizer, find_separator(tokenizer, settings.separator), settings.text_field
     )
-    tokens_dir = work_dir or output_dir / WORK
-    stores = [
-        _tokenise_source(source, settings, document_tokenizer, tokens_dir / f"{source.name}-{digest}", workers)
+    sources = [*settings.sources, *settings.validation_sources]
+    return [
+        _tokenise_source(source, settings, document_tokenizer, folder / f"{source.name}-{digest}", workers)
         for source, digest in zip(sources, digests, strict=True)
     ]
-    staging = output_dir / STAGING
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        staging.mkdir()
-        report = _write_splits(settings, stores, tokenizer, staging)
-        report["run"] = run
-        (staging / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-        install_results(output_dir)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    if work_dir is None:
-        remove_token_stores(tokens_dir)
-    return report
 
 
 def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, folder: Path) -> dict[str, Any]:
