@@ -13,7 +13,7 @@ import torch
 import transformers.modeling_utils
 
 from .attention import LayerRun, layer_run
-from .offload import OffloadedTensors
+from .offload import OffloadedTensors, release_host_memory
 
 KEEP_ATTENTION = ("gpu", "cpu", "none")
 _original_checkpoint: Callable | None = None
@@ -44,8 +44,12 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
 
 
 def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
-    """Undo the patch; models whose checkpointing was enabled under it keep it until it is enabled anew."""
+    """Undo the patch, and unpin the host memory that nothing waits in.
+
+    Models whose checkpointing was enabled under the patch keep it until it is enabled anew.
+    """
     global _original_checkpoint
+    release_host_memory()
     if _original_checkpoint is not None:
         transformers.modeling_utils.checkpoint = _original_checkpoint
         _original_checkpoint = None

@@ -1,5 +1,6 @@
 """Host memory for activations: copied out and back on a side stream, one layer ahead in backward."""
 
+import contextlib
 import weakref
 from collections import defaultdict
 
@@ -7,28 +8,72 @@ import torch
 
 
 class _HostBuffers:
-    """Pinned buffers that are reused: pinning memory is slow, and every layer of every step needs the same sizes."""
+    """Pinned buffers that are reused: pinning memory is slow, and every layer of every step needs some.
+
+    A buffer serves any tensor that fits. No more bytes are held than were once in use together: rows that grow longer
+    and longer would otherwise leave buffers of every length behind.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._free: list[torch.Tensor] = []  # 1-D uint8, longest unused first
+        self._in_use = self._most = 0  # bytes
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        free = self._free[like.shape, like.dtype]
-        return free.pop() if free else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    def take(self, size: int) -> torch.Tensor:
+        """A pinned uint8 buffer of at least `size` bytes; the smallest there is."""
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= size]
+        if fitting:
+            buffer = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
+        else:
+            self._most = max(self._most, self._in_use + size)
+            self.let_go(self._in_use + size + self.free_bytes() - self._most)
+            buffer = _pin(size)
+        self._in_use += buffer.numel()
+        self._most = max(self._most, self._in_use)
+        return buffer
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        self._free[buffer.shape, buffer.dtype].append(buffer)
+        self._in_use -= buffer.numel()
+        self._free.append(buffer)
+
+    def free_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._free)
+
+    def let_go(self, size: int) -> None:
+        """Unpin free buffers of at least `size` bytes in all."""
+        if size > 0:
+            while size > 0:
+                size -= self._free.pop(0).numel()
+            _unpin_unused()
 
 
-_buffers = _HostBuffers()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_newest: dict[torch.device, "weakref.ref[OffloadedTensors]"] = {}
+def _pin(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _unpin_unused() -> None:
+    torch._C._host_emptyCache()  # PyTorch would keep them for tensors of the same size
+
+
+class _Host:
+    """What one device needs to put tensors away: the stream of all its copies, and the buffers.
+
+    The first tensors of all layers share buffers, and so do the second, the third: those are alike.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.buffers: defaultdict[int, _HostBuffers] = defaultdict(_HostBuffers)
+        self.newest: weakref.ref[OffloadedTensors] | None = None
+
+
+_hosts: dict[torch.device, _Host] = {}
+
+
+def release_host_memory() -> None:
+    """Unpin the buffers that no tensor waits in."""
+    for host in _hosts.values():
+        for buffers in host.buffers.values():
+            buffers.let_go(buffers.free_bytes())
 
 
 class OffloadedTensors:
@@ -38,40 +83,49 @@ class OffloadedTensors:
     of the one before it.
     """
 
+    _host: _Host | None = None
+    _buffers: list[torch.Tensor] | None = None  # until the tensors are fetched
+    _fetched: list[torch.Tensor] | None = None  # between `start_fetch` and `fetch`
+
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         """Start copying `tensors`, all on one device, to the host."""
         self._kept: list[torch.Tensor] | None = None
-        self._fetched: list[torch.Tensor] | None = None
         self._previous: weakref.ref[OffloadedTensors] | None = None
         self.device = tensors[0].device if tensors else torch.device("cpu")
         if self.device.type != "cuda":
             self._kept = tensors
             return
-        stream = _side_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        self._host = []
-        with torch.cuda.stream(stream):
-            for tensor in tensors:
-                buffer = _buffers.take(tensor)
-                buffer.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory is not reused before the copy has read it
-                self._host.append(buffer)
-        self._previous = _newest.get(self.device)
-        _newest[self.device] = weakref.ref(self)
+        if self.device not in _hosts:
+            _hosts[self.device] = _Host(self.device)
+        self._host = _hosts[self.device]
+        self._buffers = []
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._host.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._host.stream):
+            for i, tensor in enumerate(tensors):
+                self._buffers.append(self._host.buffers[i].take(tensor.numel() * tensor.element_size()))
+                self._view(i).copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._host.stream)  # its memory is not reused before the copy has read it
+        self._previous = self._host.newest
+        self._host.newest = weakref.ref(self)
+
+    def _view(self, i: int) -> torch.Tensor:
+        """The i-th buffer as the tensor that waits in it."""
+        shape, dtype = self._shapes[i]
+        return self._buffers[i][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def start_fetch(self) -> None:
         """Start copying back, if that has not begun."""
-        if self._kept is not None or self._fetched is not None or self._host is None:
+        if self._buffers is None or self._fetched is not None:
             return
-        stream = _side_stream(self.device)
-        current = torch.cuda.current_stream(self.device)
         # Allocated on the current stream: the copy may not start before what used this memory earlier is done.
-        self._fetched = [torch.empty_like(buffer, device=self.device) for buffer in self._host]
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for tensor, buffer in zip(self._fetched, self._host, strict=True):
-                tensor.copy_(buffer, non_blocking=True)
-            self._ready = stream.record_event()
+        fetched = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes]
+        self._host.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._host.stream):
+            for i, tensor in enumerate(fetched):
+                tensor.copy_(self._view(i), non_blocking=True)
+            self._ready = self._host.stream.record_event()
+        self._fetched = fetched
 
     def fetch(self) -> list[torch.Tensor]:
         """The tensors on their device again, once; starts the copy of the tensors that were put away before these."""
@@ -82,10 +136,21 @@ class OffloadedTensors:
         if previous is not None:
             previous.start_fetch()
         self._previous = None
-        tensors, self._fetched = self._fetched, None
-        torch.cuda.current_stream(self.device).wait_event(self._ready)
-        # Later copies into these buffers run on the same side stream, after the copy out of them.
-        for buffer in self._host:
-            _buffers.give_back(buffer)
-        self._host = None
+        tensors = self._fetched
+        self._finish()
         return tensors
+
+    def _finish(self) -> None:
+        """Let the current stream wait for a copy that has begun, and give the buffers back."""
+        if self._fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._ready)
+            self._fetched = None
+        # Later copies into these buffers run on the same side stream, after the copies out of them.
+        for i, buffer in enumerate(self._buffers or ()):
+            self._host.buffers[i].give_back(buffer)
+        self._buffers = None
+
+    def __del__(self) -> None:
+        """Where nobody fetches, after an exception say, memory must not be reused while a copy still writes to it."""
+        with contextlib.suppress(Exception):  # at the interpreter's end CUDA may be gone
+            self._finish()
