@@ -13,6 +13,7 @@ import torch
 import transformers.modeling_utils
 
 from .attention import LayerRun, layer_run
+from .autocast import autocast_as_now
 from .offload import OffloadedTensors, release_host_memory
 
 KEEP_ATTENTION = ("gpu", "cpu", "none")
@@ -155,8 +156,7 @@ class _RunContext:
 
     def __init__(self, device: torch.device, preserve_rng_state: bool) -> None:
         self._device = device
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._autocast_dtype = torch.get_autocast_dtype(device.type)
+        self._autocast = autocast_as_now(device)
         self._cpu_state = torch.get_rng_state() if preserve_rng_state else None
         self._cuda_state = torch.cuda.get_rng_state(device) if preserve_rng_state and device.type == "cuda" else None
 
@@ -165,7 +165,7 @@ class _RunContext:
         devices = [self._device] if self._cuda_state is not None else []
         with (
             torch.random.fork_rng(devices=devices, enabled=self._cpu_state is not None),
-            torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._autocast),
+            self._autocast(),
         ):
             if self._cpu_state is not None:
                 torch.set_rng_state(self._cpu_state)

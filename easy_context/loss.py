@@ -6,6 +6,8 @@ import types
 import torch
 import torch.nn.functional as F
 
+from .autocast import autocast_dtype
+
 IGNORE_INDEX = -100
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
 
@@ -103,9 +105,7 @@ def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: to
         A float32 scalar (float64 for float64 inputs): 0, with zero gradients, if every target is ignored.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = (x.to(autocast_dtype(x)) for x in (hidden, weight))
     if hidden.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 

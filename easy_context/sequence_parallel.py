@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from . import huggingface
 from .attention import AttentionPlan, sequence_parallel_attention
+from .autocast import autocast_dtype
 from .engines import SelectKernel, get_engine
 from .kernels import AttentionMask
 from .loss import IGNORE_INDEX
@@ -206,9 +207,7 @@ def _attention_function(
     huggingface.refuse_padding_mask(attention_mask)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"{key.shape[2]} keys for {query.shape[2]} queries: a key-value cache cannot be honoured")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(autocast_dtype(x)) for x in (query, key, value))
     head_dim = query.shape[-1]
     plan = AttentionPlan(
         mode=patch.mode,

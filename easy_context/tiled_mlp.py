@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from .attention import current_layer_run
+from .autocast import autocast_as_now, autocast_dtype
 
 
 def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.Module:
@@ -56,7 +57,8 @@ class _TiledMLP(torch.autograd.Function):
     def forward(ctx, hidden, mlp, tile_size, *parameters):
         ctx.save_for_backward(hidden)
         ctx.mlp, ctx.tile_size, ctx.parameters = mlp, tile_size, parameters
-        out = torch.empty_like(hidden)
+        ctx.autocast = autocast_as_now(hidden.device)
+        out = torch.empty_like(hidden, dtype=autocast_dtype(hidden))
         run = current_layer_run()
         if run is None or not run.recomputing:
             for tile, rows in zip(hidden.split(tile_size, dim=1), out.split(tile_size, dim=1), strict=True):
@@ -72,7 +74,7 @@ class _TiledMLP(torch.autograd.Function):
         for start in range(0, hidden.shape[1], ctx.tile_size):
             rows = slice(start, start + ctx.tile_size)
             tile = hidden[:, rows].detach().requires_grad_(dhidden is not None)
-            with torch.enable_grad():
+            with torch.enable_grad(), ctx.autocast():
                 out = ctx.mlp(tile)
             inputs = ([tile] if dhidden is not None else []) + trained
             grads = list(torch.autograd.grad(out, inputs, dout[:, rows]))

@@ -66,6 +66,32 @@ def test_checkpointing_runs_the_mlp_forward_twice_not_three_times(patched):
     assert max(rows) == TILE
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_under_autocast_every_product_of_the_mlp_is_in_bfloat16(patched, checkpointing):
+    """Backward runs outside of autocast, and must run the tiles as forward did."""
+    results, dtypes = [], set()
+    for tiled in (False, True):
+        model = _model()
+        if tiled:
+            apply_tiled_mlp(model, TILE)
+            for layer in model.model.layers:
+                layer.mlp.up_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(1)
+        ids = torch.randint(0, 31, (2, TOKENS))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    (plain_loss, plain), (tiled_loss, tiled) = results
+    assert dtypes == {torch.bfloat16}
+    assert tiled_loss == plain_loss
+    for name, grad in plain.items():
+        # Activations' gradients are the same; the weights' are summed over tiles in float32 instead of in one product.
+        assert (tiled[name] - grad).norm() <= 5e-3 * grad.norm(), name
+
+
 def test_a_tile_size_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="tile_size"):
         apply_tiled_mlp(_model(), 0)
