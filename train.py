@@ -66,7 +66,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         args.model, config=config, dtype=torch.bfloat16 if in_bf16 else torch.float32
     )
-    model = apply_fused_loss(model)  # the loss without ever holding the logits of all tokens
+    model = apply_fused_loss(model, liger=args.liger)  # the loss without ever holding the logits of all tokens
     if args.gradient_checkpointing != "none":
         apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
             offload=args.gradient_checkpointing == "offload", keep_attention=args.keep_attention

@@ -131,7 +131,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device, seed: int) ->
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if recipe.fused_loss:
-        model = apply_fused_loss(model)
+        model = apply_fused_loss(model, liger=recipe.liger)
     if recipe.checkpointing == "hugging_face":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif recipe.checkpointing != "none":

@@ -267,12 +267,12 @@ def main() -> None:
     import torch
     from recipes import list_recipes
 
-    from easy_context.liger import liger_available
+    from easy_context.liger import liger_unavailable
 
     world = report.start_world()
     budget = report.Budget(world, args.time_budget)
     facts = report.environment(world)
-    args.liger = liger_available() if args.liger is None else args.liger
+    args.liger = liger_unavailable() is None if args.liger is None else args.liger
     if args.methods is None:
         args.methods = ["ours", "alst_cudnn", "alst_fa2"] if world.size > 1 else ["ours", "original_liger", "original"]
     rows: list[dict] = []

@@ -74,7 +74,6 @@ def _set_up_logs(is_main_process: bool) -> None:
     if not is_main_process:
         disable_progress_bar()  # of loading weights
     logging.getLogger("easy_context").setLevel(logging.INFO if is_main_process else logging.WARNING)
-    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
 

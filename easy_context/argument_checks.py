@@ -167,16 +167,19 @@ def _check_engine(args: argparse.Namespace, config: Any) -> None:
 
     from .engines import check_engine, get_engine
     from .huggingface import head_dim
+    from .kernels import check_kernel
     from .kernels.flash_attn import FlashAttnKernel
 
     check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
     what = device, dtype, head_dim(config)
-    if args.attn_engine == "library" and (reason := FlashAttnKernel().unsupported_reason(*what)):
+    if args.attn_engine == "easy_context":
+        check_kernel(args.attn_kernel, *what)
+        return
+    if reason := FlashAttnKernel().unsupported_reason(*what):
         raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
-    _, select = get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
-    select(*what)
+    get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
 
 
 def _check_dropout(config: Any) -> None:
@@ -188,13 +191,13 @@ def _check_dropout(config: Any) -> None:
 
 
 def _check_liger(args: argparse.Namespace, config: Any) -> None:
-    from .liger import liger_available, liger_refusal
+    from .liger import liger_refusal, liger_unavailable
 
     refusal = liger_refusal(config)
     if args.liger is None:
-        args.liger = liger_available() and refusal is None
-    elif args.liger and not liger_available():
-        raise ValueError("--liger needs a CUDA device and the package liger-kernel: install it, or use --no-liger")
+        args.liger = liger_unavailable() is None and refusal is None
+    elif args.liger and (reason := liger_unavailable()):
+        raise ValueError(f"--liger: {reason}; use --no-liger")
     elif args.liger and refusal:
         raise ValueError(f"--liger: {refusal}; use --no-liger")
 

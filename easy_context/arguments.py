@@ -119,7 +119,7 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--liger",
         action=argparse.BooleanOptionalAction,
-        help="Liger's fused RMSNorm, RoPE and SwiGLU; used by default where CUDA and liger-kernel are there",
+        help="Liger's fused RMSNorm, RoPE, SwiGLU and loss; used by default where CUDA and liger-kernel are there",
     )
     how.add_argument("--mixed-precision", choices=("bf16", "no"), default="bf16", help="bf16, or float32 throughout")
 

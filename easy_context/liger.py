@@ -1,16 +1,22 @@
 """Liger's fused RMSNorm, RoPE and SwiGLU (arXiv 2410.10989) for models built afterwards."""
 
-import importlib.util
+import functools
+import logging
 from typing import Any
 
 import torch
 
+from .errors import cannot_import
 from .huggingface import modeling_module
 
 
-def liger_available() -> bool:
-    """Whether liger-kernel is installed and there is a CUDA device for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+@functools.cache
+def liger_unavailable() -> str | None:
+    """Why liger-kernel cannot be used on this machine, or None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
+    return cannot_import("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
 
 def liger_refusal(config: Any) -> str | None:
@@ -29,10 +35,10 @@ def apply_liger(config: Any) -> None:
         config: of the model to build.
 
     Raises:
-        ValueError: liger-kernel or CUDA is missing, the family is not supported, or `liger_refusal` gives a reason.
+        ValueError: `liger_unavailable` gives a reason, the family is not supported, or `liger_refusal` gives a reason.
     """
-    if not liger_available():
-        raise ValueError("Liger's layers need a CUDA device and the package liger-kernel (pip install liger-kernel)")
+    if reason := liger_unavailable():
+        raise ValueError(f"Liger's layers cannot be used: {reason}")
     if refusal := liger_refusal(config):
         raise ValueError(refusal)
     modeling_module(config.model_type)

@@ -1,12 +1,12 @@
 """Next-token cross-entropy on sharded rows, without ever holding the logits of all tokens."""
 
-import importlib.util
 import types
 
 import torch
 import torch.nn.functional as F
 
 from .autocast import autocast_dtype
+from .liger import liger_unavailable
 
 IGNORE_INDEX = -100
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
@@ -47,16 +47,17 @@ def token_losses(
     return torch.cat(losses).view(targets.shape)
 
 
-def apply_fused_loss(model: torch.nn.Module) -> torch.nn.Module:
+def apply_fused_loss(model: torch.nn.Module, *, liger: bool | None = None) -> torch.nn.Module:
     """Make a Hugging Face causal language model compute its loss inside `lm_head`, in chunks.
 
     `model(input_ids, ..., shift_labels=targets, num_items_in_batch=n)` then returns an output whose `loss` is the sum
     of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without
     `shift_labels` the model works as before. It lives in `lm_head.forward` because ZeRO-3 gathers the weight there and
-    nowhere else. On CUDA it is liger-kernel's where that is installed, else `ChunkedLinearCrossEntropy`.
+    nowhere else.
 
     Args:
         model: with attributes `lm_head` (a Linear without bias, tied or not) and the usual forward.
+        liger: on CUDA use liger-kernel's loss, not `ChunkedLinearCrossEntropy`; None: where it is installed.
 
     Returns:
         The same model.
@@ -71,13 +72,15 @@ def apply_fused_loss(model: torch.nn.Module) -> torch.nn.Module:
     pending: list[torch.Tensor] = []  # the targets, while a forward pass with targets runs
 
     def loss_or_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, self.weight, pending[0]) if pending else head_forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, pending[0], liger) if pending else head_forward(hidden)
 
     def forward(self, *args, shift_labels=None, num_items_in_batch=None, **kwargs):
         if shift_labels is None:
             return model_forward(*args, **kwargs)
         if kwargs.get("labels") is not None:
             raise ValueError("pass shift_labels or labels to a model with the fused loss, not both")
+        if kwargs.get("logits_to_keep"):
+            raise ValueError("the fused loss is of all tokens: leave logits_to_keep out")
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != IGNORE_INDEX).sum().clamp(min=1)
         pending.append(shift_labels)
@@ -85,6 +88,8 @@ def apply_fused_loss(model: torch.nn.Module) -> torch.nn.Module:
             output = model_forward(*args, **kwargs)
         finally:
             pending.clear()
+        if isinstance(output, tuple):
+            raise ValueError("the fused loss is an attribute of the output: leave return_dict=False out")
         output.loss, output.logits = output.logits / num_items_in_batch, None
         return output
 
@@ -93,20 +98,25 @@ def apply_fused_loss(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def linear_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropy of `hidden @ weight.T`, with gradients, by the best implementation for the device.
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, liger: bool | None = None
+) -> torch.Tensor:
+    """Sum of the cross-entropy of `hidden @ weight.T`, with gradients if autograd is on.
 
     Args:
         hidden: `[batch, seq, hidden_size]`.
         weight: `[vocab, hidden_size]`.
         targets: `[batch, seq]` int64, already shifted; -100 is ignored.
+        liger: see `apply_fused_loss`.
 
     Returns:
         A float32 scalar (float64 for float64 inputs): 0, with zero gradients, if every target is ignored.
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     hidden, weight = (x.to(autocast_dtype(x)) for x in (hidden, weight))
-    if hidden.is_cuda and importlib.util.find_spec("liger_kernel") is not None:
+    if not torch.is_grad_enabled():  # or the gradients, which forward makes, would be made for nobody
+        hidden, weight = hidden.detach(), weight.detach()
+    if hidden.is_cuda and (liger_unavailable() is None if liger is None else liger):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
         return liger_fused_linear_cross_entropy(

@@ -97,7 +97,7 @@ def _gradients(rank, size, device, mode, checkpointing, liger, dtype, kernel):
         apply_liger(config)
     torch.manual_seed(0)
     mesh = easy_context.apply_seq_parallel_monkey_patch(mode, "llama", attn_kernel=kernel)
-    model = easy_context.apply_fused_loss(LlamaForCausalLM(config).to(device, dtype).train())
+    model = easy_context.apply_fused_loss(LlamaForCausalLM(config).to(device, dtype).train(), liger=liger)
     if checkpointing is not None:
         easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(**checkpointing)
         model.gradient_checkpointing_enable()

@@ -3,13 +3,15 @@
 The same tests run for CPU kernels everywhere and, marked `gpu`, for CUDA kernels where there is a device.
 """
 
+import logging
 import random
+import sys
 
 import pytest
 import torch
 from plain_attention import attention_with_gradients, merge, plain_attention, random_inputs, relative_error
 
-from easy_context.kernels import KERNELS, AttentionMask, select_kernel
+from easy_context.kernels import _KERNELS, KERNELS, AttentionMask, check_kernel, select_kernel
 
 CAUSAL, FULL = AttentionMask(causal=True), AttentionMask(causal=False)
 CPU_KERNELS = ("reference", "cpu")
@@ -197,6 +199,30 @@ def test_auto_takes_the_first_kernel_that_can_serve():
 def test_a_named_kernel_that_cannot_serve_says_why(name):
     with pytest.raises(ValueError, match=f"(?is){name}.*(cuda|cpu|install)"):
         select_kernel(name, torch.device("cpu"), torch.float32, 64)
+
+
+@pytest.mark.parametrize("name,broken", [("flash_attn_4", "flash_attn"), ("flash_attn", "flash_attn_2_cuda")])
+def test_a_package_that_does_not_import_is_passed_over(name, broken, tmp_path, monkeypatch):
+    """As a wheel built for another PyTorch: present, but its import fails."""
+    (tmp_path / f"{broken}.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, broken, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernel = next(kernel for kernel in _KERNELS.values() if kernel.name == name)
+    reason = kernel.unsupported_reason(torch.device("cuda"), torch.bfloat16, 128)
+    assert "is installed but does not import (ImportError: undefined symbol: _ZN3c104cuda)" in reason
+
+
+def test_the_log_names_the_kernel_after_a_check_too(caplog):
+    """train.py checks the kernel before its log is set up."""
+    select_kernel.cache_clear()
+    what = torch.device("cpu"), torch.float32, 64
+    with caplog.at_level(logging.INFO, "easy_context"):
+        check_kernel("auto", *what)
+        assert not caplog.messages
+        select_kernel("auto", *what)
+        select_kernel("auto", *what)
+    assert caplog.messages == ["attention kernel: cpu"]
 
 
 def test_an_unknown_kernel_is_named_with_the_valid_ones():

@@ -1,5 +1,6 @@
 """The loss in chunks: values and gradients of plain cross-entropy, and no logits of all tokens anywhere."""
 
+import functools
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from family_models import (
 )
 from plain_attention import relative_error
 from tensor_sizes import LargestTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import easy_context
 from easy_context import loss as loss_module
@@ -156,6 +158,17 @@ def test_what_is_frozen_gets_no_gradient(tokens_per_chunk, hidden_learns, weight
         assert not learns or relative_error(leaf.grad, right) < 1e-5
 
 
+def test_without_autograd_no_gradient_is_made(tokens_per_chunk):
+    """An evaluation would pay for a float32 copy of the output layer and half as many products again."""
+    hidden, weight, targets = random_problem(7, 2, 15, 8, 20)
+    tokens_per_chunk(4, 20)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        value = linear_cross_entropy(*leaves, targets)
+    assert relative_error(value, plain_sum(hidden, weight, targets).detach()) < 1e-6
+    assert counter.get_total_flops() == 2 * hidden.numel() * 20
+
+
 def fused_step(model, ids, targets, **options) -> StepResult:
     model.zero_grad()
     output = model(ids, shift_labels=targets, use_cache=False, **options)
@@ -235,6 +248,14 @@ def test_both_kinds_of_targets_are_refused():
         model(ids, labels=ids, shift_labels=targets)
 
 
+@pytest.mark.parametrize("option,value", [("logits_to_keep", 3), ("return_dict", False)])
+def test_options_that_a_loss_of_all_tokens_cannot_have_are_refused(option, value):
+    ids, targets = random_rows(1, 8)
+    model = easy_context.apply_fused_loss(family_model("llama"))
+    with pytest.raises(ValueError, match=f"leave {option}"):
+        model(ids, shift_labels=targets, **{option: value})
+
+
 def test_a_failed_forward_leaves_no_targets_behind():
     ids, targets = random_rows(1, 8)
     model = easy_context.apply_fused_loss(family_model("llama"))
@@ -311,12 +332,14 @@ def test_checkpointed_layers_change_nothing():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("liger", [False, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_value_and_gradients_on_gpu(dtype):
-    """Liger's loss where it is installed, ours elsewhere."""
+def test_value_and_gradients_on_gpu(dtype, liger):
+    """Ours, and Liger's where it is installed."""
+    loss = functools.partial(linear_cross_entropy, liger=liger)
     hidden, weight, targets = (x.cuda() for x in random_problem(10, 2, 300, 64, 1000, dtype))
     expected = with_gradients(plain_sum, hidden.double(), weight.double(), targets)
-    for actual, right in zip(with_gradients(linear_cross_entropy, hidden, weight, targets), expected, strict=True):
+    for actual, right in zip(with_gradients(loss, hidden, weight, targets), expected, strict=True):
         assert relative_error(actual, right) < (2e-2 if dtype == torch.bfloat16 else 1e-3)
-    for result in with_gradients(linear_cross_entropy, hidden, weight, torch.full_like(targets, -100)):
+    for result in with_gradients(loss, hidden, weight, torch.full_like(targets, -100)):
         assert (result == 0).all()

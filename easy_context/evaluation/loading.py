@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from ..errors import first_line
 from ..huggingface import SUPPORTED_MODELS, head_dim, modeling_module, refuse_model_features
-from ..kernels import select_kernel
+from ..kernels import check_kernel
 from ..mesh import Mesh, sequence_size
 from ..modes import get_mode
 from ..rope import set_rope_theta
@@ -156,7 +156,7 @@ def check_parallelism(config, args, longest: int) -> None:
     get_mode(mode).check(config, longest, size)
     refuse_model_features(config, longest, size)
     device = _own_device()
-    select_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim(config))
+    check_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim(config))
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:

@@ -1,9 +1,8 @@
 """FlashAttention-2 from the package flash-attn."""
 
-import importlib.util
-
 import torch
 
+from ..errors import cannot_import
 from .base import AttentionKernel, needs_cuda_half
 
 
@@ -15,13 +14,13 @@ class FlashAttnKernel(AttentionKernel):
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):
             return reason
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn_2_cuda") is None:
-            return "the package flash-attn is not installed (pip install flash-attn)"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs an Ampere GPU or newer"
-        return (
-            None if head_dim <= 256 and head_dim % 8 == 0 else f"head_dim {head_dim} is not a multiple of 8 up to 256"
-        )
+        package = "flash-attn"
+        if head_dim > 256 or head_dim % 8:
+            return f"head_dim {head_dim} is not a multiple of 8 up to 256"
+        # What only stands in for the package lacks its compiled module.
+        return cannot_import("flash_attn_2_cuda", package) or cannot_import("flash_attn.flash_attn_interface", package)
 
     def _forward(self, q, k, v, scale, mask):
         from flash_attn.flash_attn_interface import _flash_attn_forward

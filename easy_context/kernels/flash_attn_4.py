@@ -1,9 +1,8 @@
 """FlashAttention-4 from the package flash-attn-4: the fastest on Hopper and Blackwell, compiled at first use."""
 
-import importlib.util
-
 import torch
 
+from ..errors import cannot_import
 from .base import AttentionKernel, needs_cuda_half
 
 
@@ -15,13 +14,13 @@ class FlashAttn4Kernel(AttentionKernel):
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):
             return reason
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            return "the package flash-attn-4 is not installed (pip install flash-attn-4)"
         if torch.cuda.get_device_capability(device) < (9, 0):
             return "it needs a Hopper GPU or newer"
         # It accepts multiples of 8, but its backward fails, or is silently wrong, where 32 does not divide head_dim
         # (flash-attention issue 2492). These three were seen right on a GPU.
-        return None if head_dim in (64, 96, 128) else f"it is right for head_dim 64, 96 and 128, not {head_dim}"
+        if head_dim not in (64, 96, 128):
+            return f"it is right for head_dim 64, 96 and 128, not {head_dim}"
+        return cannot_import("flash_attn.cute.interface", "flash-attn-4")
 
     def _forward(self, q, k, v, scale, mask):
         from flash_attn.cute.interface import _flash_attn_fwd
