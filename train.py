@@ -16,6 +16,7 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 `python train.py --help` lists the flags.
 """
 
+import functools
 import sys
 
 from easy_context.arguments import check_arguments, parse_arguments
@@ -74,7 +75,7 @@ def main() -> None:
         model.gradient_checkpointing_enable()
     if args.mlp_tile_size:
         model = apply_tiled_mlp(model, args.mlp_tile_size)
-    token_flops = flops_per_token(config, count_parameters(model), args.seq_length)
+    token_flops = functools.partial(flops_per_token, config, count_parameters(model))
     model, optimizer, scheduler = prepare_training(args, accelerator, model)
 
     # --- The data: the same rows on every rank of a sequence-parallel group, other rows in other groups. ---
@@ -108,11 +109,14 @@ def main() -> None:
             use_cache=False,
         ).loss
 
-    def count_tokens(parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and those that have a target, over all ranks and all of `parts`."""
-        targets = torch.cat([part["local_target_ids"].flatten() for part in parts])
-        counts = torch.stack([torch.tensor(targets.numel(), device=device), (targets != IGNORE_INDEX).sum()])
-        return accelerator.reduce(counts, reduction="sum").unbind()
+    def count_tokens(parts: list[dict[str, torch.Tensor]]) -> tuple[int, torch.Tensor, float]:
+        """Tokens, those that have a target, and the mean length of a token's row, over all ranks and all of `parts`."""
+        targets = [part["local_target_ids"] for part in parts]
+        lengths = sum(target.numel() * target.shape[1] * mesh.sequence_size for target in targets)
+        counts = torch.tensor([sum(target.numel() for target in targets), 0, lengths], device=device)
+        counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
+        tokens, valid_tokens, lengths = accelerator.reduce(counts, reduction="sum").unbind()
+        return int(tokens), valid_tokens, (lengths / tokens).item()
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -135,7 +139,7 @@ def main() -> None:
     model.train()
     for step in range(1, args.max_train_steps + 1):
         parts = [shard(batch) for batch in next(windows)]
-        tokens, valid_tokens = count_tokens(parts)
+        tokens, valid_tokens, row_length = count_tokens(parts)
         learning_rate = scheduler.get_last_lr()[0]
         loss = torch.zeros((), device=device)
         for part in parts:
@@ -149,7 +153,7 @@ def main() -> None:
         scheduler.step()
 
         loss = accelerator.reduce(loss, reduction="sum").item()
-        record = meter.record(step, loss, learning_rate, grad_norm, int(tokens), int(valid_tokens))
+        record = meter.record(step, loss, learning_rate, grad_norm, tokens, int(valid_tokens), row_length)
         if eval_dataset is not None and (step % args.eval_every == 0 or step == args.max_train_steps):
             record["eval_loss"] = evaluate()
             meter.restart()

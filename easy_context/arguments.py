@@ -50,7 +50,10 @@ def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--overwrite", action="store_true", help="train anew into an --output-dir that holds a model")
     what.add_argument(
-        "--seq-length", type=int, default=16384, help="tokens of a row; longer rows are cut, shorter padded"
+        "--seq-length",
+        type=int,
+        default=16384,
+        help="most tokens of a row: longer rows are cut, shorter are padded to the longest of their batch",
     )
     what.add_argument(
         "--rope-theta", type=float, help="new base of the rotary embeddings; the model's own if not given"

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(config: Any, parameters: int, seq_length: int) -> float:
+def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
     """Model FLOPs to train on one token, forward and backward, without recomputation.
 
     Six for each weight that multiplies, and causal attention: on average a query meets half the row's keys (the
@@ -41,7 +42,7 @@ def flops_per_token(config: Any, parameters: int, seq_length: int) -> float:
     Args:
         config: of the model.
         parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
-        seq_length: tokens of a row.
+        seq_length: tokens of a row, or the mean over all tokens of the length of their row.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length
@@ -73,13 +74,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 class StepMeter:
     """Times optimizer steps and makes each step's record."""
 
-    def __init__(self, device: torch.device, devices: int, token_flops: float) -> None:
+    def __init__(self, device: torch.device, devices: int, token_flops: Callable[[float], float]) -> None:
         """Start the clock.
 
         Args:
             device: of this process.
             devices: processes in the run.
-            token_flops: see `flops_per_token`.
+            token_flops: `flops_per_token` of this model, by the length of a row.
         """
         self._device, self._devices, self._token_flops = device, devices, token_flops
         self._peak = peak_flops(device)
@@ -89,7 +90,16 @@ class StepMeter:
         """Start the clock anew: what came before (an evaluation) is no training time."""
         self._start = time.perf_counter()
 
-    def record(self, step: int, loss: float, learning_rate: float, grad_norm: float, tokens: int, valid_tokens: int):
+    def record(
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        grad_norm: float,
+        tokens: int,
+        valid_tokens: int,
+        row_length: float,
+    ) -> dict[str, Any]:
         """The record of the step that ends now, with the keys of a `metrics.jsonl` line.
 
         Args:
@@ -99,11 +109,12 @@ class StepMeter:
             grad_norm: before clipping.
             tokens: of this step, over all ranks, padding included.
             valid_tokens: those that have a target.
+            row_length: of the rows in this step, the mean over their tokens.
         """
         now = time.perf_counter()
         speed = tokens / (now - self._start)
         self._start = now
-        mfu = None if self._peak is None else speed / self._devices * self._token_flops / self._peak
+        mfu = None if self._peak is None else speed / self._devices * self._token_flops(row_length) / self._peak
         return {
             "step": step,
             "loss": loss,

@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 RUNS = {
     "zigzag_ring_attn-1": (1, ["--gradient-accumulate-every", "4"]),
     "zigzag_ring_attn-2": (2, ["--gradient-accumulate-every", "4"]),
-    "zigzag_ring_attn-4": (4, ["--gradient-accumulate-every", "2", "--batch-size", "2"]),
+    "zigzag_ring_attn-4": (4, ["--gradient-accumulate-every", "2", "--batch-size", "2", "--mlp-tile-size", "7"]),
     "dist_flash_attn-2": (2, ["--gradient-accumulate-every", "4"]),
     "ulysses_attn-2": (2, ["--gradient-accumulate-every", "4", "--gradient-checkpointing", "none"]),
     "data_parallel-2": (2, ["--gradient-accumulate-every", "2"]),

@@ -87,14 +87,14 @@ def test_speed_and_utilisation(monkeypatch):
     clock = iter([100.0, 102.0, 150.0, 154.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 7.0))
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
-    meter = StepMeter(torch.device("cpu"), devices=4, token_flops=1e9)
-    record = meter.record(1, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700)  # 2 seconds
+    meter = StepMeter(torch.device("cpu"), devices=4, token_flops=lambda row_length: 1e6 * row_length)
+    record = meter.record(1, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)  # 2 seconds
     assert record.keys() == RECORD.keys()
     assert record["tokens_per_second"] == 400 and record["tokens_per_second_per_device"] == 100
     assert record["mfu"] == pytest.approx(100 * 1e9 / 1e12)
     assert record["peak_memory_bytes"] > 10 * 2**20
     meter.restart()  # after an evaluation, which is no training time
-    assert meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700)["tokens_per_second"] == 200
+    assert meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)["tokens_per_second"] == 200
 
 
 class FakeAccelerator:

@@ -89,6 +89,20 @@ def test_accumulation_is_a_larger_batch(train):
         assert [record[key] for record in many] == pytest.approx([record[key] for record in one], rel=1e-5)
 
 
+def test_utilisation_counts_attention_over_the_rows_there_are(train, assets, monkeypatch):
+    """Rows of 48 tokens under --seq-length 4096 do not attend to 4096."""
+    from transformers import AutoModelForCausalLM
+
+    from easy_context import metrics as metrics_module
+
+    monkeypatch.setattr(metrics_module, "peak_flops", lambda device: 1e12)
+    model = AutoModelForCausalLM.from_pretrained(assets / "model")
+    token_flops = metrics_module.flops_per_token(model.config, sum(p.numel() for p in model.parameters()), 48)
+    for record in metrics(train("--seq-length", "4096")):
+        assert record["tokens"] == 2 * 48
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * token_flops / 1e12)
+
+
 def test_bf16_trains_float32_weights_near_the_float32_run(train):
     from safetensors.torch import load_file
 
