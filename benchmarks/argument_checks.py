@@ -1,6 +1,8 @@
 """Checks of flags that both benchmarks share; imports nothing heavy."""
 
 import argparse
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +17,33 @@ def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, na
         value = getattr(args, name)
         if any(number < 1 for number in (value if isinstance(value, list) else [value])):
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def check_distinct(parser: argparse.ArgumentParser, args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    """End with a message that names the first flag among `names` that repeats a value: its rows would share a name."""
+    for name in names:
+        values = getattr(args, name) or []
+        if len(set(values)) != len(values):
+            parser.error(f"--{name.replace('_', '-')} {' '.join(map(str, values))}: give each once")
+
+
+def launched_processes() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_lengths(parser: argparse.ArgumentParser, flag: str, lengths: list[int], ranks: list[int]) -> None:
+    """End with a message unless every method can split rows of these lengths over so many ranks.
+
+    Zigzag gives each rank two chunks. A multiple of 16 in any case, so that up to eight ranks can time the same rows.
+    """
+    multiple = math.lcm(16, *(2 * size for size in ranks))
+    for length in lengths:
+        if length % multiple:
+            parser.error(
+                f"{flag} {length}: a row must be a multiple of {multiple} tokens to be split over "
+                f"{' and '.join(map(str, ranks))} ranks by every method"
+            )
 
 
 def check_output(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

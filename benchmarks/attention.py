@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from argument_checks import check_output, check_positive
+from argument_checks import check_distinct, check_lengths, check_output, check_positive, launched_processes
 
 from easy_context.arguments import KERNELS as KERNEL_CHOICES
 
@@ -100,15 +100,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default="output/attention.json", help="results as JSON")
     args = parser.parse_args()
-    check_positive(parser, args, ("seq_length", "heads", "kv_heads", "head_dim", "batch_size", "repeats"))
+    sizes = ("seq_length", "heads", "kv_heads", "head_dim", "batch_size")
+    check_positive(parser, args, (*sizes, "repeats", "time_budget"))
+    check_distinct(parser, args, ("seq_length", "modes", "kernels", "peers", "alone"))
     check_output(parser, args)
     if args.heads % args.kv_heads:
         parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
     if min(args.alone, default=2) < 2:
         parser.error(f"--alone {args.alone}: a row is shared by at least 2 ranks")
-    for length in [*args.seq_length, *([args.check_length] if args.check_length else [])]:
-        if length < 1 or length % 16:
-            parser.error(f"rows of {length} tokens cannot be split by every method: use a multiple of 16")
+    if args.check_length < 0:
+        parser.error(f"--check-length {args.check_length}: give a number of tokens, or 0 for no check")
+    ranks = [launched_processes(), *args.alone]
+    check_lengths(parser, "--seq-length", args.seq_length, ranks)
+    check_lengths(parser, "--check-length", [args.check_length], ranks[:1])
     return args
 
 

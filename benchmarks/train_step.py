@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from argument_checks import check_output, check_positive
+from argument_checks import check_distinct, check_lengths, check_output, check_positive, launched_processes
 
 from easy_context.arguments import KERNELS, MODES
 
@@ -31,9 +31,9 @@ COLUMNS = (
     ("method", "method", ""),
     ("kernel", "kernel", ""),
     ("layers", "depth", ""),
-    ("MFU", "mfu", ".1%"),
     ("× best peer", "vs_best_peer", ".2f"),
     ("× original", "vs_original", ".2f"),
+    ("MFU", "mfu", ".1%"),
     ("tokens/s/GPU", "tokens_per_second_per_gpu", ",.0f"),
     ("step s", "step_seconds", ".3f"),
     ("s/layer", "seconds_per_layer", ".4f"),
@@ -86,16 +86,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="output/train_step.json", help="results as JSON")
     args = parser.parse_args()
     sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
-    check_positive(parser, args, ("seq_length", "layers", "warmup", "steps", "batch_size", "full_depth", *sizes))
+    counts = ("seq_length", "layers", "warmup", "steps", "batch_size", "full_depth", "time_budget")
+    check_positive(parser, args, (*counts, *sizes))
+    check_distinct(
+        parser, args, ("seq_length", "layers", "methods", "modes", "gradient_checkpointing", "keep_attention")
+    )
     check_output(parser, args)
     if args.hidden_size % args.heads or args.heads % args.kv_heads:
         parser.error("--heads must divide --hidden-size, and --kv-heads must divide --heads")
-    if len(set(args.layers)) != len(args.layers):
-        parser.error(f"--layers {args.layers} must be different numbers")
+    if launched_processes() > 1 and "data_parallel" in (args.modes or ()):
+        parser.error("--modes data_parallel: here all processes share a row, which it does not split; use one process")
     if args.mlp_tile_size and "none" in args.gradient_checkpointing:
         parser.error(f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload")
-    if any(length % 16 for length in args.seq_length):
-        parser.error(f"--seq-length {args.seq_length}: rows must be multiples of 16 tokens to be split by every method")
+    check_lengths(parser, "--seq-length", args.seq_length, [launched_processes()])
     args.seq_length, args.layers = sorted(args.seq_length), sorted(args.layers)
     return args
 
@@ -179,8 +182,11 @@ def extrapolate(rows: list[dict], args: argparse.Namespace, world) -> list[dict]
         row = {name: depths[many][name] for name in ("seq_length", "method", "peer", "kernel", "tokens_per_step")}
         row |= {"layers": args.full_depth, "depth": f"{args.full_depth} from {few}, {many}"}
         row |= {"seconds_per_layer": per_layer, "fixed_seconds": fixed}
-        row["step_seconds"] = fixed + args.full_depth * per_layer
-        add_rates(row, args, world)
+        if per_layer > 0:
+            row["step_seconds"] = fixed + args.full_depth * per_layer
+            add_rates(row, args, world)
+        if per_layer <= 0 or fixed < 0:
+            row["note"] = "a negative time: noise is larger than what a layer takes; raise --steps or --seq-length"
         results.append(row)
     return results
 

@@ -213,6 +213,23 @@ def test_extrapolation(load, monkeypatch):
     assert (row["seconds_per_layer"], row["fixed_seconds"], row["step_seconds"]) == pytest.approx((2, 3, 67))
     assert row["tokens_per_second_per_gpu"] == pytest.approx(262144 / 67 / 2)
     assert step.extrapolate(rows[:1], args, world) == []
+    rows[0]["step_seconds"] = rows[1]["step_seconds"]
+    (row,) = step.extrapolate(rows, args, world)
+    assert "noise" in row["note"] and "step_seconds" not in row
+
+
+def test_rows_that_no_method_would_split_as_the_others_are_refused(load, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    step = load("train_step")
+    with pytest.raises(SystemExit):
+        parse(step, monkeypatch, "--modes", "zigzag_ring_attn", "data_parallel")
+    assert "--modes data_parallel: here all processes share a row" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(SystemExit):
+        parse(step, monkeypatch, "--seq-length", "32768")
+    assert (
+        "--seq-length 32768: a row must be a multiple of 80 tokens to be split over 5 ranks" in capsys.readouterr().err
+    )
 
 
 def test_stand_in_for_flash_attn(load):
@@ -321,6 +338,11 @@ def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
         ("train_step", ["--layers", "0"], "--layers [0]"),
         ("train_step", ["--attn-kernel", "foo"], "invalid choice: 'foo'"),
         ("train_step", ["--mlp-tile-size", "8", "--gradient-checkpointing", "none"], "--mlp-tile-size 8 needs"),
+        ("train_step", ["--time-budget", "-5"], "--time-budget -5.0: must be at least 1"),
+        ("train_step", ["--methods", "ours", "ours"], "--methods ours ours: give each once"),
+        ("train_step", ["--seq-length", "32", "32"], "--seq-length 32 32: give each once"),
+        ("attention", ["--alone", "3", "--seq-length", "32"], "--seq-length 32: a row must be a multiple of 48"),
+        ("attention", ["--check-length", "-1"], "--check-length -1: give"),
     ],
 )
 def test_wrong_flags_end_before_anything_is_measured(load, monkeypatch, capsys, script, flags, said):
