@@ -12,7 +12,6 @@ and by position. The files, and what each number means: docs/evaluation.md.
 
 import csv
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -209,12 +208,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def write(args, rows: list[tuple], summaries: dict) -> None:
     """The CSV, and the JSON with the same name, of the models so far: called after each, so that none is lost."""
+    from easy_context.evaluation.results import json_text
+
     table = io.StringIO()
     csv.writer(table).writerows([COLUMNS, *rows])
     write_whole(args.output_file, table.getvalue())
     settings = {key: value for key, value in vars(args).items() if key not in ("output_file", "lengths")}
     summary_file = args.output_file.with_suffix(".json")
-    write_whole(summary_file, json.dumps({"settings": settings, "models": summaries}, indent=2) + "\n")
+    write_whole(summary_file, json_text({"settings": settings, "models": summaries}))
     print(f"\nwrote {args.output_file} and {summary_file}")
 
 

@@ -14,7 +14,8 @@ from tiny_models import VOCABULARY, save_tiny_llama, tiny_llama
 from tokenizer_styles import tokenizer_of_style
 
 import eval_ppl
-from easy_context.evaluation import documents, perplexity, rows
+import plot
+from easy_context.evaluation import documents, perplexity, results, rows
 from easy_context.evaluation.arguments import context_lengths
 from easy_context.evaluation.loading import load_config, load_scorer
 from easy_context.evaluation.perplexity import Sum, TokenSums
@@ -211,6 +212,32 @@ def test_sliding_window_reads_the_whole_document_unless_truncated(model_folder, 
     cut, _ = run([*arguments, "--truncate", "--aggressive-memory"], tmp_path / "cut.csv")
     assert [int(row["tokens"]) for row in whole] == [299, 299]
     assert [int(row["tokens"]) for row in cut] == [64, 64]  # the token after the cut is still predicted
+
+
+def test_what_has_no_scored_token_is_null_in_the_summary(model_folder, tmp_path):
+    row = {"input_ids": random_ids(64).tolist(), "labels": [-100] * 40 + random_ids(24).tolist()}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["-m", model_folder, "--tokenized", str(tmp_path / "rows.jsonl"), "--min-tokens", "16"]
+    arguments += ["--max-tokens", "64", "--bucket-tokens", "16"]
+    table, _ = run(arguments, tmp_path / "out.csv")
+    summary = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)["models"][model_folder]
+    assert [(entry["tokens"], entry["loss"] is None) for entry in summary["by_length"]] == [
+        (0, True),
+        (0, True),
+        (24, False),
+    ]
+    assert [entry["perplexity"] is None for entry in summary["by_position"]] == [True, True, False]
+    assert [row["tokens"] for row in table] == ["0", "0", "24"]
+    plot.main(["perplexity", str(tmp_path / "out.csv")])
+    assert (tmp_path / "out.png").is_file()
+
+
+def test_results_are_json_whatever_their_numbers():
+    value = {"a": [math.nan, (math.inf, 1.5)], 2: {"b": -math.inf, "c": None, "d": True}}
+    assert json.loads(results.json_text(value), parse_constant=pytest.fail) == {
+        "a": [None, [None, 1.5]],
+        "2": {"b": None, "c": None, "d": True},
+    }
 
 
 def test_splits_of_a_saved_dataset(tmp_path):

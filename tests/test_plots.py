@@ -174,6 +174,16 @@ def test_the_name_that_is_printed_is_the_files(tmp_path, capsys):
         plot.main(["needle", named_png])
 
 
+def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "loss": None if step == 20 else 1 / step} for step in range(1, 40)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))  # as train.py writes NaN
+    losses = [record["loss"] for record in results.read_metrics(file)]
+    assert [math.isnan(loss) for loss in losses] == [step == 20 for step in range(1, 40)]
+    plot.main(["loss", str(file)])
+    assert ink(tmp_path / "metrics.png")[2] > 0.01
+
+
 def test_half_a_last_line_is_left_out_with_a_note(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')

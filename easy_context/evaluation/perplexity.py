@@ -100,10 +100,11 @@ def position_edges(first: int, longest: int) -> list[int]:
 def sliding_window(
     token_losses: TokenLosses, input_ids: torch.Tensor, targets: torch.Tensor, window: int, stride: int
 ) -> Sum:
-    """Every token of a document scored once, by the first window that reaches it.
+    """Every token of a document but its first scored once, by the first window that holds the token before it.
 
-    Windows of `window` tokens begin every `stride` tokens; the first scores all its targets, each later one its last
-    `stride`, so that every token but the first few has at least window - stride tokens before it.
+    Windows of `window` tokens begin every `stride` tokens. The last target of a window is the token just behind it. The
+    first window scores all its targets, each later one its last `stride` (the last of all: what is left). So a token at
+    position `window` or later has at least window - stride + 1 and at most `window` tokens before it, in its window.
 
     Args:
         token_losses: of the model.

@@ -1,4 +1,4 @@
-"""Reads the result files that are drawn; what does not belong in one is named by file and line."""
+"""Writes results as JSON, and reads the files that are drawn; what does not belong in one is named by file and line."""
 
 import csv
 import json
@@ -6,6 +6,20 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+
+def json_text(value: Any) -> str:
+    """A result file's text; JSON has no NaN and no infinity, so that numbers which are not finite become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
@@ -53,7 +67,7 @@ def read_cells(file: str | Path) -> list[dict]:
 
 
 def read_metrics(file: str | Path) -> list[dict]:
-    """The lines of a training run's metrics.jsonl that hold a step's loss.
+    """The lines of a training run's metrics.jsonl that hold a step's loss; null, a loss that was not finite, is NaN.
 
     Raises:
         ValueError: there are none, or a line that is no record.
@@ -62,7 +76,9 @@ def read_metrics(file: str | Path) -> list[dict]:
     if not steps:
         raise ValueError(f"{file} has no lines with step and loss: it is not a metrics.jsonl of train.py")
     for where, record in steps:
-        for key in ("step", "loss"):  # a loss that is NaN is a fact about the run
+        if record["loss"] is None:  # a fact about the run
+            record["loss"] = math.nan
+        for key in ("step", "loss"):
             if not isinstance(record[key], int | float) or isinstance(record[key], bool):
                 raise ValueError(f"{where}: {key} {record[key]!r} must be a number")
     return [record for _, record in steps]
