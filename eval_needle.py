@@ -11,7 +11,6 @@ written at once and a second run goes on from there. Tasks, templates and files:
 
 import csv
 import io
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from easy_context.evaluation.arguments import (
     context_lengths,
     load_tokenizer,
 )
-from easy_context.evaluation.needle import NEEDLE_TEMPLATE, NeedleTask, check_digits
+from easy_context.evaluation.needle import DIGITS, NEEDLE_TEMPLATE, NeedleTask, check_digits
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.files import check_writable, write_whole
 
@@ -42,7 +41,6 @@ SETTINGS = (
     "needle_template",
     "question_template",
     "answer_template",
-    "dtype",
     "rope_theta",
 )
 
@@ -84,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None):
         "--num_distractor", type=int, default=0, help="like needles, at random depths, not asked for (%(default)s)"
     )
     needle.add_argument(
-        "--rnd_number_digits", "--digits", type=int, default=7, help="of the numbers of any task (%(default)s)"
+        "--rnd_number_digits", "--digits", type=int, help="of the numbers of any task; default: 7, variable_tracking 5"
     )
     needle.add_argument(
         "--needle-template", default=NEEDLE_TEMPLATE, help="with {key} and {value} (default: %(default)r)"
@@ -109,7 +107,8 @@ def parse_arguments(arguments: list[str] | None = None):
     for name, least in (("num_samples", 1), ("few_shot", 0), ("batch_tokens", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: give at least {least}")
-    check_digits(args.rnd_number_digits)
+    if args.rnd_number_digits is not None:
+        check_digits(args.rnd_number_digits)
     check_model_flags(args)
     if args.output_dir is None:
         args.output_dir = Path("output/needle", Path(args.model).name)
@@ -119,9 +118,11 @@ def parse_arguments(arguments: list[str] | None = None):
 
 def prepare(args, config) -> tuple[list, object, dict]:
     """Tasks, prompt builder and the settings that a continued run must share."""
+    from easy_context.evaluation.cells import check_lengths
     from easy_context.evaluation.encoding import TextEncoder
     from easy_context.evaluation.haystack import Haystack, read_haystack
-    from easy_context.evaluation.journal import model_fingerprint, text_fingerprint
+    from easy_context.evaluation.journal import model_fingerprint, text_fingerprint, tokenizer_fingerprint
+    from easy_context.evaluation.loading import dtype_of
     from easy_context.evaluation.prompts import PromptBuilder
 
     text = read_haystack(args.haystack_dir)
@@ -132,10 +133,15 @@ def prepare(args, config) -> tuple[list, object, dict]:
     encoder = TextEncoder(load_tokenizer(args.model))
     haystack = Haystack(text, encoder)
     builder = PromptBuilder(encoder, haystack, args.format, args.prompt_template, args.few_shot)
-    for task in tasks:  # a context that is too short for a task is found now, not after hours
-        builder.build(task, args.lengths[0], 0.5, "check", "check")
+    # A context that is too short for a task is found now, not after hours.
+    check_lengths(builder, tasks, args.lengths, args.depths, args.num_samples, args.seed)
     settings = {key: getattr(args, key) for key in SETTINGS}
-    settings |= {"model": model_fingerprint(args.model, config), "haystack": text_fingerprint(text)}
+    settings |= {
+        "dtype": str(dtype_of(args)).removeprefix("torch."),  # auto is another one on a GPU
+        "model": model_fingerprint(args.model, config),
+        "tokenizer": tokenizer_fingerprint(args.model),
+        "haystack": text_fingerprint(text),
+    }
     return tasks, builder, settings
 
 
@@ -144,7 +150,7 @@ def _needle_task(args) -> NeedleTask:
         needle_template=args.needle_template,
         question_template=args.question_template,
         answer_template=args.answer_template,
-        digits=args.rnd_number_digits,
+        digits=DIGITS if args.rnd_number_digits is None else args.rnd_number_digits,
         needles=args.num_needles,
         ask=args.ask,
         distractors=args.num_distractor,
@@ -176,6 +182,7 @@ def main(arguments: list[str] | None = None) -> None:
             load_config,
             load_scorer,
         )
+        from easy_context.evaluation.prompts import ContextTooShort
 
         config = load_config(args.model, args.rope_theta, args.max_context_length)
         check_parallelism(config, args, args.max_context_length)
@@ -193,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
                 )
 
             records = cells.run_cells(scorer, cells.grid(tasks, args.lengths, args.depths), score, journal)
-    except UnusableModel as reason:
+    except (UnusableModel, ContextTooShort) as reason:
         sys.exit(f"eval_needle.py: {reason}")
     if journal:
         write(args, records, settings)
@@ -203,6 +210,7 @@ def write(args, records: list[dict], settings: dict) -> None:
     """The CSV, the JSON summary and one heatmap a task."""
     from easy_context.evaluation.cells import summarize
     from easy_context.evaluation.plots import draw_needle
+    from easy_context.evaluation.results import json_text
 
     summary = summarize(records)
     columns = ("task", "length", "depth", "accuracy", "item_accuracy")
@@ -210,7 +218,7 @@ def write(args, records: list[dict], settings: dict) -> None:
     csv.writer(table).writerows([columns, *([record[column] for column in columns] for record in records)])
     write_whole(args.output_dir / "cells.csv", table.getvalue())
     report = {"model": args.model, "settings": settings, "tasks": summary}
-    write_whole(args.output_dir / "summary.json", json.dumps(report, indent=2) + "\n")
+    write_whole(args.output_dir / "summary.json", json_text(report))
     for task, result in summary.items():
         draw_needle(
             [record for record in records if record["task"] == task],

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from tiny_models import save_tiny_llama, tiny_llama
 from tokenizer_styles import TEXT_FILE, tokenizer_of_style
 
 import eval_needle
-from easy_context.evaluation import cells
-from easy_context.evaluation.journal import Cell, Journal, model_fingerprint
+from easy_context.evaluation import cells, loading
+from easy_context.evaluation.encoding import TextEncoder
+from easy_context.evaluation.haystack import Haystack
+from easy_context.evaluation.journal import Cell, Journal, model_fingerprint, tokenizer_fingerprint
 from easy_context.evaluation.loading import check_parallelism, load_config, load_scorer
-from easy_context.evaluation.prompts import Row
+from easy_context.evaluation.needle import NeedleTask
+from easy_context.evaluation.prompts import ContextTooShort, PromptBuilder, Row
+from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.mesh import Mesh
 
 TOY = ["--prompt-template", "{haystack}{question}", "--needle-template", " #{value}#", "--question-template", "\n#"]
@@ -231,6 +236,48 @@ def test_a_spoilt_record_is_named_by_its_line(tmp_path, line):
         Journal(file, {})
 
 
+def test_a_run_of_a_version_that_recorded_less_is_refused(model_folder, tmp_path):
+    args = parse(model_folder, tmp_path)
+    _, _, settings = eval_needle.prepare(args, load_config(model_folder))
+    earlier = {key: value for key, value in settings.items() if key != "tokenizer"} | {"dtype": "auto"}
+    (tmp_path / "cells.jsonl").write_text(json.dumps({"settings": earlier}) + "\n" + json.dumps(CELL) + "\n")
+    with pytest.raises(ValueError, match="dtype: 'auto' then, 'float32' now; tokenizer: not recorded then, '.*' now"):
+        eval_needle.open_journal(args, settings)
+
+
+def test_the_dtype_that_is_recorded_is_the_one_that_computes(model_folder, tmp_path, monkeypatch):
+    def recorded(*arguments):
+        return eval_needle.prepare(parse(model_folder, tmp_path, *arguments), load_config(model_folder))[2]
+
+    on_cpu = [recorded(), recorded("--dtype", "float32")]
+    assert on_cpu[0] == on_cpu[1] and on_cpu[0]["dtype"] == "float32"
+    monkeypatch.setattr(loading, "_own_device", lambda: torch.device("cuda", 0))
+    assert recorded()["dtype"] == recorded("--dtype", "bfloat16")["dtype"] == "bfloat16"
+
+
+def retokenize(folder):
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+
+
+def change_chat_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize("change", [retokenize, change_chat_template])
+def test_another_tokenizer_or_chat_template_is_another_run(tmp_path, change):
+    folder = save_tiny_llama(tmp_path / "model")
+    out = tmp_path / "out"
+    run_oracle(folder, out, OracleScorer())
+    before = tokenizer_fingerprint(folder)
+    (tmp_path / "model" / "README.md").write_text("not part of it")
+    assert tokenizer_fingerprint(folder) == before
+    change(tmp_path / "model")
+    with pytest.raises(ValueError, match="results of other settings .tokenizer: '.*' then, '.*' now"):
+        run_oracle(folder, out, OracleScorer())
+    assert tokenizer_fingerprint("user/hub-name") == "user/hub-name"
+
+
 def test_a_retrained_model_is_another_model(tmp_path):
     first, same, other = (save_tiny_llama(tmp_path / name, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
     prints = [model_fingerprint(folder, load_config(folder)) for folder in (first, same, other)]
@@ -305,6 +352,77 @@ def test_every_task_runs_on_a_model(model_folder, tmp_path):
         assert 0.9 * 3000 < record["samples"][0]["tokens"] <= 3000
     for task in tasks:
         assert (tmp_path / f"{task}.png").is_file()
+
+
+DEPTHS, SAMPLES, SEED = [0.0, 0.5, 1.0], 4, 7
+
+
+@pytest.mark.parametrize("name, shots", [*((name, 0) for name in ("needle", *RULER_TASKS)), ("needle", 1)])
+def test_lengths_that_pass_the_check_hold_every_prompt(name, shots):
+    text = TEXT_FILE.read_text(encoding="utf-8")[:LONGEST_TEXT]
+    encoder = TextEncoder(tokenizer_of_style("qwen"))
+    builder = PromptBuilder(encoder, Haystack(text, encoder), shots=shots)
+    task = NeedleTask() if name == "needle" else ruler_task(name, text)
+
+    def fits(length):
+        try:
+            for cell in cells.grid([task], [length], DEPTHS):
+                cells.rows_of(builder, task, cell, SAMPLES, SEED)
+        except ContextTooShort:
+            return False
+        return True
+
+    def passes(lengths):
+        try:
+            cells.check_lengths(builder, [task], lengths, DEPTHS, SAMPLES, SEED)
+        except ContextTooShort as reason:
+            wanted = rf"a context of \d+ tokens cannot hold task {name}: its prompts need up to \d+ of them"
+            assert re.match(wanted, str(reason))
+            return False
+        return True
+
+    needs = [builder.shortest(task, 0.5, str(seed)) for seed in range(50)]
+    lengths = sorted({round(min(needs) + share * (max(needs) - min(needs))) for share in (0, 0.5, 0.7, 0.85, 1, 1.5)})
+    found = [fits(length) for length in lengths]
+    assert [passes([length]) for length in lengths] == found
+    assert {*found} == {True, False}
+    # A longer one that holds its own prompts no better than a shorter one did is found too.
+    assert passes(lengths) == all(found)
+    good = [length for length, fit in zip(lengths, found, strict=True) if fit]
+    assert passes([*good, 5000])
+
+
+class StubBuilder:
+    """Prompts that need 100 tokens, but 130 where the seed names a length of 125."""
+
+    def __init__(self):
+        self.tried = 0
+
+    def shortest(self, task, depth, seed):
+        self.tried += 1
+        return 130 if " 125 " in seed else 100
+
+
+def test_a_longer_length_can_be_too_short_as_well():
+    with pytest.raises(ContextTooShort, match="a context of 125 tokens cannot hold .* need up to 130"):
+        cells.check_lengths(StubBuilder(), [NeedleTask()], [120, 125, 200], DEPTHS, SAMPLES, SEED)
+    builder = StubBuilder()
+    cells.check_lengths(builder, [NeedleTask()], [120, 1000, 2000, 4000], DEPTHS, SAMPLES, SEED)
+    assert builder.tried == 2 * len(DEPTHS) * SAMPLES  # far longer ones hold anything
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_length_just_too_short_ends_with_a_message(model_folder, tmp_path, monkeypatch, checked):
+    arguments = ["--model", model_folder, "--output_dir", str(tmp_path), "--depth_interval", "0.25"]
+    args = eval_needle.parse_arguments(arguments)
+    (task,), builder, _ = eval_needle.prepare(args, load_config(model_folder))
+    short = str(builder.shortest(task, 0.5, "check"))  # one prompt fits, others do not
+    if checked:
+        monkeypatch.setattr(loading, "load_scorer", pytest.fail)
+    else:  # a grid whose first prompts are short throughout
+        monkeypatch.setattr(cells, "check_lengths", lambda *rest: None)
+    with pytest.raises(SystemExit, match=f"eval_needle.py: a context of {short} tokens cannot hold task needle: its"):
+        eval_needle.main([*arguments, "--min_context_length", short, "--max_context_length", short])
 
 
 def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):

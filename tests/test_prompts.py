@@ -1,5 +1,6 @@
 """Prompts for every style of tokenizer: exact length, needle in the text at the end of a sentence, answer found."""
 
+import copy
 import random
 import re
 
@@ -143,6 +144,55 @@ def test_without_a_sentence_end_near_a_word_end_is_taken():
     place = haystack.passage(0, 1000).place(0.5)
     assert abs(place - 500) <= 3 and decode("bytes", haystack.ids[:place]).endswith("word")
     assert haystack.passage(0, 1000).place(0.0) == 0
+
+
+ABBREVIATED = "Mr. and Mrs. Weston met J. K. Smith, Esq. at St. Paul's. Dr. Perry, e.g. he, left! “No.” So it was. "
+
+
+@every_style
+def test_a_full_stop_of_an_abbreviation_ends_no_sentence(style):
+    haystack = Haystack(ABBREVIATED * 3, TextEncoder(tokenizer_of_style(style)))
+    ends = [decode(style, haystack.ids[:end]).split()[-1] for end in haystack.sentence_ends]
+    assert ends == ["Paul's.", "left!", "“No.”", "was."] * 3
+    words = ABBREVIATED.split()
+    whole = [" ".join(words[:12]), " ".join(words[12:17]), "“No.”", "So it was."]
+    for seed in range(20):
+        assert {sentence.strip() for sentence in haystack.sentences(random.Random(seed), 2)} < {*whole}
+        start = haystack.random_start(random.Random(seed))
+        following = decode(style, haystack.passage(start, 8).ids).strip()
+        assert any(sentence.startswith(following[:4]) for sentence in whole)
+
+
+def test_a_text_of_abbreviations_alone_holds_needles_too(haystacks):
+    haystack = Haystack("Mr. Mrs. Dr. " * 100, TextEncoder(tokenizer_of_style("bytes")))
+    assert not len(haystack.sentence_ends)
+    row = builder_of("bytes", haystack).build(NeedleTask(), 600, 0.5, "a", "b")
+    assert re.search(r"(Mr|Mrs|Dr)\. The secret number of", decode("bytes", row.ids))
+
+
+MARKS = "Text with {haystack} and {question}, {haystack 0}, {key} of {value} at {depth} {} {{0}} %s. "
+
+
+@pytest.mark.parametrize("style", ["qwen", "bytes", "llama3"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_braces_in_the_haystack_are_text(style, chat):
+    haystack = Haystack(MARKS * 40, TextEncoder(tokenizer_of_style(style)))
+    builder = builder_of(style, haystack, prompt_format="chat" if chat else "plain", shots=2)
+    row = builder.build(NeedleTask(), 4000, 0.5, "a", "b")
+    text = decode(style, row.ids)
+    question = NeedleTask().example(random.Random("a"), 0.5).question
+    assert len(row.ids) == 4000 and text.count(question) == 1
+    # The marks stand in the text equally often, except that the passage may cut a sentence at either end.
+    counts = [text.count(mark) for mark in re.findall(r"{.*?}+", MARKS)]
+    assert min(counts) > 4 and max(counts) - min(counts) <= 2
+
+
+def test_a_chat_template_that_repeats_the_text_is_refused(haystacks):
+    encoder = TextEncoder(copy.deepcopy(tokenizer_of_style("bytes")))
+    encoder.tokenizer.chat_template = "{{ messages[0].content }}{{ messages[0].content }}"
+    builder = PromptBuilder(encoder, haystacks("bytes"), prompt_format="chat")
+    with pytest.raises(ValueError, match="--format chat: .* gives the user's text 2 times instead of once"):
+        builder.build(NeedleTask(), 2000, 0.5, "a", "b")
 
 
 def test_templates_for_a_byte_level_toy_model(haystacks):

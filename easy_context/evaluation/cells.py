@@ -7,9 +7,12 @@ import torch
 from tqdm import tqdm
 
 from ..loss import IGNORE_INDEX
+from .examples import Task
 from .journal import Cell, Journal
-from .prompts import PromptBuilder, Row, Task
+from .prompts import ContextTooShort, PromptBuilder, Row
 from .scorer import Scorer
+
+AMPLE = 8  # times the longest prompt seen without its haystack: a context that holds any other prompt too
 
 
 def grid(tasks: Iterable[Task], lengths: list[int], depths: list[float]) -> list[Cell]:
@@ -20,6 +23,52 @@ def grid(tasks: Iterable[Task], lengths: list[int], depths: list[float]) -> list
         for length in lengths
         for task in tasks
         for depth in (depths if task.has_depth else [None])
+    ]
+
+
+def check_lengths(
+    builder: PromptBuilder, tasks: Iterable[Task], lengths: list[int], depths: list[float], samples: int, seed: int
+) -> None:
+    """Tries the prompts of a grid, without their haystacks: keys, examples and answers differ in length.
+
+    All prompts of the shortest length are tried, and of longer ones up to AMPLE times what a task needs.
+
+    Args:
+        builder: of prompts.
+        tasks: all that are wanted.
+        lengths, depths: of the grid; lengths in ascending order.
+        samples: prompts in a cell.
+        seed: of the run.
+
+    Raises:
+        ContextTooShort: a length does not hold one of its prompts.
+    """
+    for task in tasks:
+        for length in lengths:
+            longest = max(
+                builder.shortest(task, _depth_of(cell), _example_seed(cell, seed, i))
+                for cell in grid([task], [length], depths)
+                for i in range(samples)
+            )
+            if length < longest:
+                raise ContextTooShort(task.name, length, longest)
+            if length >= AMPLE * longest:
+                break
+
+
+def _depth_of(cell: Cell) -> float:
+    return 0.0 if cell.depth is None else cell.depth
+
+
+def _example_seed(cell: Cell, seed: int, sample: int) -> str:
+    return f"{seed} {cell.task} {cell.length} {_depth_of(cell)} {sample}"
+
+
+def rows_of(builder: PromptBuilder, task: Task, cell: Cell, samples: int, seed: int) -> list[Row]:
+    """The prompts of a cell. Samples of one number share their stretch of haystack at all lengths and depths."""
+    return [
+        builder.build(task, cell.length, _depth_of(cell), _example_seed(cell, seed, i), f"{seed} {i}")
+        for i in range(samples)
     ]
 
 
@@ -41,11 +90,7 @@ def score_cell(
         the record for the journal: task, length, depth, accuracy (share of samples whose answer is all right),
         item_accuracy (share of their single values) and what happened to each sample.
     """
-    depth = 0.0 if cell.depth is None else cell.depth
-    rows = [
-        builder.build(task, cell.length, depth, f"{seed} {cell.task} {cell.length} {depth} {i}", f"{seed} {i}")
-        for i in range(samples)
-    ]
+    rows = rows_of(builder, task, cell, samples, seed)
     rows_at_once = max(1, batch_tokens // cell.length)
     outcomes = []
     for first in range(0, samples, rows_at_once):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..sentences import sentence_ends
 from .encoding import TextEncoder
 
 MOST_CHARACTERS = 16_000_000  # read no more: some four million tokens of English
 # A needle goes to the end of a sentence if one is this near (share of the passage), else to the end of a word.
 SENTENCE_TOLERANCE = 0.05
-SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)")
 WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
@@ -89,7 +89,9 @@ class Haystack:
             raise ValueError("the haystack has no tokens; --haystack_dir must hold text that the tokenizer knows")
         self.text = text
         self.ids = np.array(encoded.ids, dtype=np.int64)
-        self.sentence_ends = _token_boundaries((m.end() for m in SENTENCE_END.finditer(text)), encoded.ends)
+        ends = sentence_ends(text)
+        self.sentence_ends = _token_boundaries(ends, encoded.ends)
+        self._sentence_bounds = [0, *ends]  # in characters
         self.word_ends = _token_boundaries((m.end() for m in WORD_END.finditer(text)), encoded.ends)
 
     def random_start(self, rng: random.Random) -> int:
@@ -106,9 +108,8 @@ class Haystack:
 
     def sentences(self, rng: random.Random, count: int) -> list[str]:
         """`count` consecutive sentences as text, from a random place; fewer if the text has fewer."""
-        ends = [0, *(match.end() for match in SENTENCE_END.finditer(self.text))]
-        first = rng.randrange(max(len(ends) - count, 1))
-        bounds = ends[first : first + count + 1]
+        first = rng.randrange(max(len(self._sentence_bounds) - count, 1))
+        bounds = self._sentence_bounds[first : first + count + 1]
         return [self.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def _within(self, boundaries: np.ndarray, start: int, length: int) -> np.ndarray:

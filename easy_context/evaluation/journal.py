@@ -12,6 +12,9 @@ from pathlib import Path
 from ..files import write_whole
 
 _PROBED_BLOCKS, _BLOCK_BYTES = 16, 4096
+# What Transformers reads a tokenizer from: its own files, SentencePiece's, those of BPE and WordPiece, chat templates.
+_TOKENIZER_FILES = ("*token*.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
+_TOKENIZER_FILES += ("*chat_template*", "*chat_template*/*")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Journal:
             key for key in {*known, *settings} if earlier.get(key, "absent") != settings.get(key, "absent")
         )
         if changed:
-            what = "; ".join(f"{key}: {earlier.get(key)!r} then, {settings.get(key)!r} now" for key in changed)
+            what = "; ".join(f"{key}: {_shown(earlier, key)} then, {_shown(settings, key)} now" for key in changed)
             raise ValueError(
                 f"{self.path} holds results of other settings ({what}); choose another --output_dir, or --overwrite"
             )
@@ -77,6 +80,11 @@ class Journal:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.finished[Cell(record["task"], record["length"], record["depth"])] = record
+
+
+def _shown(settings: dict, key: str) -> str:
+    """A setting for a message; another version of the script may not have had it."""
+    return repr(settings[key]) if key in settings else "not recorded"
 
 
 def _finished_cell(line: str) -> dict | None:
@@ -104,6 +112,18 @@ def model_fingerprint(name: str, config) -> str:
             for block in range(_PROBED_BLOCKS):
                 weights.seek(size * block // _PROBED_BLOCKS)
                 digest.update(weights.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_fingerprint(name: str) -> str:
+    """Changes when a folder's tokenizer or chat template does; a hub name's is that of its commit, in the model's."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return name
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)}".encode() + content)
     return digest.hexdigest()[:16]
 
 

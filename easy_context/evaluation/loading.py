@@ -52,7 +52,9 @@ def _own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
-def _dtype_of(args, device: torch.device) -> torch.dtype:
+def dtype_of(args, device: torch.device | None = None) -> torch.dtype:
+    """What --dtype means on a device; without one, on this process's own."""
+    device = device or _own_device()
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
@@ -101,7 +103,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
                 "ranks must all do the same passes; use a sequence-parallel mode or a launch config without DeepSpeed"
             )
         try:
-            model = load_whole(name, config, _dtype_of(args, device))
+            model = load_whole(name, config, dtype_of(args, device))
             check_output_layer(model, name)
         except ValueError as reason:
             raise UnusableModel(str(reason)) from reason
@@ -156,7 +158,7 @@ def check_parallelism(config, args, longest: int) -> None:
     get_mode(mode).check(config, longest, size)
     refuse_model_features(config, longest, size)
     device = _own_device()
-    check_kernel(args.attn_kernel, device, _dtype_of(args, device), head_dim(config))
+    check_kernel(args.attn_kernel, device, dtype_of(args, device), head_dim(config))
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:

@@ -2,8 +2,9 @@
 
 import random
 
-from .prompts import ANSWER_SEPARATOR, Example, check_marks
+from .examples import ANSWER_SEPARATOR, Example, check_marks
 
+DIGITS = 7  # of a number, unless --rnd_number_digits says otherwise
 MOST_DIGITS = 18  # of a number that fits 64 bits
 KEY_MARK, VALUE_MARK = "{key}", "{value}"
 NEEDLE_TEMPLATE = " The secret number of the {key} is {value}."
@@ -52,7 +53,7 @@ class NeedleTask:
         needle_template: str = NEEDLE_TEMPLATE,
         question_template: str = "",
         answer_template: str = "",
-        digits: int = 7,
+        digits: int = DIGITS,
         needles: int = 1,
         ask: str = "one",
         distractors: int = 0,

@@ -4,15 +4,15 @@ Layout: special tokens | text before the haystack | haystack with the inserts | 
 The haystack is cut so that the whole, answer included, has exactly the length asked for.
 """
 
+import itertools
 import random
-import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from .encoding import Encoded, TextEncoder
+from .examples import ANSWER_SEPARATOR, Example, Task, check_marks
 from .haystack import Haystack
 
 HAYSTACK_MARK = "{haystack}"
@@ -23,56 +23,16 @@ PLAIN_TEMPLATE = (
 CHAT_TEMPLATE = "Read the text and answer the question at its end.\n\n{haystack}\n\n{question}"
 SHOT_SENTENCES = 4  # prose in a worked example
 SHOT_LIST_SIZE = 40  # entries in a worked example of a task that fills the context with a list
-ANSWER_SEPARATOR = ", "
-PLACEHOLDER = re.compile(r"\{\w*\}")
 
 
-def check_marks(flag: str, template: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError if `template` has a placeholder that nothing would fill: the model would read it as it stands.
+class ContextTooShort(ValueError):
+    """A length that the fixed parts of a prompt fill or exceed; the message is for the user."""
 
-    Braces around anything but one word are text.
-    """
-    unknown = [mark for mark in PLACEHOLDER.findall(template) if mark not in known]
-    if unknown:
-        raise ValueError(f"{flag} {template!r} holds {unknown[0]}, which nothing fills; it may hold {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class Example:
-    """One instance of a task, still as text.
-
-    Attributes:
-        question: what is asked after the haystack.
-        lead_in: start of the answer, given to the model.
-        answers: what the model must produce, joined by ", "; compared exactly and in this order.
-        closing: text after the answers, to be produced as well.
-        inserts: (depth from 0 to 1, text) of what is hidden; the text goes in as it is, leading space included.
-        context: replaces the haystack, for tasks whose context is not prose.
-    """
-
-    question: str
-    lead_in: str
-    answers: tuple[str, ...]
-    closing: str = ""
-    inserts: tuple[tuple[float, str], ...] = ()
-    context: str | None = None
-
-
-class Task(Protocol):
-    """A family of examples.
-
-    Attributes:
-        name: as in `--task`.
-        has_depth: whether a cell of the result has a depth.
-        smallest_size: units of the shortest context that the task writes itself; 0 if it hides things in the haystack.
-    """
-
-    name: str
-    has_depth: bool
-    smallest_size: int
-
-    def example(self, rng: random.Random, depth: float, size: int) -> Example:
-        """A new example; the same `rng` state, depth and size give the same one."""
+    def __init__(self, task: str, length: int, shortest: int):
+        super().__init__(
+            f"a context of {length} tokens cannot hold task {task}: its prompts need up to {shortest} of them; "
+            "raise --min_context_length, or use shorter templates, fewer needles or fewer examples"
+        )
 
 
 @dataclass(frozen=True)
@@ -130,14 +90,15 @@ class PromptBuilder:
             passage_seed: fixes the stretch of haystack; cells that share it differ in nothing else.
 
         Raises:
-            ValueError: the fixed parts leave no room for a haystack.
+            ContextTooShort: the fixed parts leave no room for a haystack.
         """
+        parts = self._parts(task, depth, seed, task.smallest_size)
+        if length < parts.shortest:
+            raise ContextTooShort(task.name, length, parts.shortest)
         if task.smallest_size:
-            return self._build_listing(task, length, depth, seed)
-        example = task.example(random.Random(seed), depth, 0)
-        head, tail, answer_offset = self._frame(task, example, seed)
-        inserts = [self.encoder.encode(text).ids for _, text in example.inserts]
-        room = self._room(task, length, len(head) + len(tail.ids) + sum(map(len, inserts)))
+            return self._build_listing(task, length, depth, seed, parts)
+        head, inserts, example = parts.head, parts.inserts, parts.example
+        room = length - parts.fixed
         passage = self.haystack.passage(self.haystack.random_start(random.Random(passage_seed)), room)
         placed = sorted(range(len(inserts)), key=lambda i: passage.place(example.inserts[i][0]))
         pieces, places, done, position = [head], {}, 0, len(head)
@@ -148,61 +109,68 @@ class PromptBuilder:
             position = places[i] + len(inserts[i])
             done = place
         pieces.append(passage.ids[done:])
-        return _row(pieces, tail, answer_offset, example, tuple(places[i] for i in range(len(inserts))))
+        return _row(pieces, parts, tuple(places[i] for i in range(len(inserts))))
 
-    def _build_listing(self, task: Task, length: int, depth: float, seed: str) -> Row:
+    def shortest(self, task: Task, depth: float, seed: str) -> int:
+        """Tokens of the shortest row that `build` can make with this example; finds out without a passage."""
+        return self._parts(task, depth, seed, task.smallest_size).shortest
+
+    def _parts(self, task: Task, depth: float, seed: str, size: int) -> "_Parts":
+        """Everything but the haystack."""
+        example = task.example(random.Random(seed), depth, size)
+        head, tail, answer_offset = self._frame(task, example, seed)
+        context = [] if example.context is None else self.encoder.encode(example.context).ids
+        inserts = [self.encoder.encode(text).ids for _, text in example.inserts]
+        return _Parts(example, head, context, inserts, tail, answer_offset)
+
+    def _build_listing(self, task: Task, length: int, depth: float, seed: str, smallest: "_Parts") -> Row:
         """A row whose context is as large as fits."""
-
-        def parts(size: int):
-            example = task.example(random.Random(seed), depth, size)
-            head, tail, answer_offset = self._frame(task, example, seed)
-            context = self.encoder.encode(example.context).ids
-            return example, head, context, tail, answer_offset
-
-        def tokens(built) -> int:
-            return len(built[1]) + len(built[2]) + len(built[3].ids)
-
-        built = parts(task.smallest_size)
-        self._room(task, length, tokens(built) - 1)
-        size = task.smallest_size
+        built, size = smallest, task.smallest_size
         # Proportional guesses that never overshoot by much; each costs one tokenization of the context.
         for _ in range(4):
-            room = length - (tokens(built) - len(built[2]))
-            guess = int(size * room / len(built[2]))
-            candidate = parts(max(guess, task.smallest_size))
-            while tokens(candidate) > length:
-                guess -= max(1, int(guess * (tokens(candidate) - length) / len(candidate[2])))
-                candidate = parts(max(guess, task.smallest_size))
+            room = length - (built.fixed - len(built.context))
+            guess = int(size * room / len(built.context))
+            candidate = self._parts(task, depth, seed, max(guess, task.smallest_size))
+            while candidate.fixed > length:
+                guess -= max(1, int(guess * (candidate.fixed - length) / len(candidate.context)))
+                candidate = self._parts(task, depth, seed, max(guess, task.smallest_size))
             if guess <= size:
                 break
             built, size = candidate, guess
-        example, head, context, tail, answer_offset = built
-        return _row([head, context], tail, answer_offset, example, ())
-
-    def _room(self, task: Task, length: int, fixed: int) -> int:
-        if length <= fixed:
-            raise ValueError(
-                f"a context of {length} tokens cannot hold task {task.name}: its fixed text alone has {fixed}; "
-                "raise --min_context_length, or use shorter templates, fewer needles or fewer examples"
-            )
-        return length - fixed
+        return _row([built.head, built.context], built, ())
 
     def _frame(self, task: Task, example: Example, seed: str) -> tuple[list[int], Encoded, int]:
         """What stands around the context: ids before, tail with the answer, and where in its text the answer starts."""
         shots = [self._shot(task, f"{seed} shot {i}") for i in range(self.shots)]
-        content = self.template.replace(QUESTION_MARK, example.question)
+        before, after = self.template.replace(QUESTION_MARK, example.question).split(HAYSTACK_MARK)
         if self.chat:
-            turns = [turn for question, answer in shots for turn in _turns(question, answer)]
-            turns.append({"role": "user", "content": content})
-            text = self.encoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            before, after = self._chat_frame(shots, before, after)
         else:
-            text = "".join(question + answer + "\n\n" for question, answer in shots) + content
-        before, after = text.split(HAYSTACK_MARK)
+            before = "".join(question + answer + "\n\n" for question, answer in shots) + before
         head = self.encoder.encode(before, in_context=False).ids
         if head[: len(self._opening)] != self._opening:  # a chat template may spell BOS out
             head = self._opening + head
         after += example.lead_in
         return head, self.encoder.encode(after + _answer_text(example)), len(after)
+
+    def _chat_frame(self, shots: list[tuple[str, str]], before: str, after: str) -> tuple[str, str]:
+        """The chat template's text before and after the place of the haystack.
+
+        The place is marked while the template is applied, by something that no text of the chat holds.
+        """
+        turns = [turn for question, answer in shots for turn in _turns(question, answer)]
+        texts = [before, after, *(turn["content"] for turn in turns)]
+        marks = (f"{{haystack {i}}}" for i in itertools.count())
+        mark = next(mark for mark in marks if not any(mark in text for text in texts))
+        turns.append({"role": "user", "content": before + mark + after})
+        text = self.encoder.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if text.count(mark) != 1:
+            raise ValueError(
+                f"--format chat: this tokenizer's chat template gives the user's text {text.count(mark)} times "
+                "instead of once; use --format plain"
+            )
+        before, after = text.split(mark)
+        return before, after
 
     def _shot(self, task: Task, seed: str) -> tuple[str, str]:
         """A worked example: a short prompt and its whole answer."""
@@ -218,6 +186,37 @@ class PromptBuilder:
         return prompt, example.lead_in + _answer_text(example)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a row holds besides the haystack.
+
+    Attributes:
+        example: of the task.
+        head: token ids before the context.
+        context: token ids of a context that the task writes itself; else empty.
+        inserts: token ids of what is hidden in the haystack.
+        tail: question and answer.
+        answer_offset: where in the tail's text the answer starts.
+    """
+
+    example: Example
+    head: list[int]
+    context: list[int]
+    inserts: list[list[int]]
+    tail: Encoded
+    answer_offset: int
+
+    @property
+    def fixed(self) -> int:
+        """Tokens of all parts."""
+        return len(self.head) + len(self.context) + sum(map(len, self.inserts)) + len(self.tail.ids)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row: with one token of haystack, if the task needs any."""
+        return self.fixed + (not self.context)
+
+
 def _turns(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -226,20 +225,21 @@ def _answer_text(example: Example) -> str:
     return ANSWER_SEPARATOR.join(example.answers) + example.closing
 
 
-def _row(pieces: list, tail: Encoded, answer_offset: int, example: Example, places: tuple[int, ...]) -> Row:
+def _row(pieces: list, parts: _Parts, places: tuple[int, ...]) -> Row:
     """Joins the pieces and finds the answer's tokens: all that end after its first character.
 
     A token that spans the border (" 12" after "is", asked for "12") belongs to the answer: the prompt then ends before
     it, which is where a model that writes that token would have to start.
     """
+    tail = parts.tail
     ids = np.concatenate([np.asarray(piece, dtype=np.int64) for piece in [*pieces, tail.ids]])
     shift = len(ids) - len(tail.ids)
-    items, start = [], answer_offset
-    for answer in example.answers:
+    items, start = [], parts.answer_offset
+    for answer in parts.example.answers:
         stop = start + len(answer)
         first = bisect_right(tail.ends, start)
         # A character split over several tokens gives them all the same end.
         last_end = tail.ends[min(bisect_left(tail.ends, stop), len(tail.ends) - 1)]
         items.append(range(shift + first, shift + bisect_right(tail.ends, last_end)))
         start = stop + len(ANSWER_SEPARATOR)
-    return Row(ids, shift + bisect_right(tail.ends, answer_offset), tuple(items), places)
+    return Row(ids, shift + bisect_right(tail.ends, parts.answer_offset), tuple(items), places)

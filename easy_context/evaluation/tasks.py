@@ -10,16 +10,19 @@ import random
 import re
 import string
 
+from .examples import Example, Task
+from .needle import DIGITS, NeedleTask, distinct_numbers, spread
 from .needle import KEYS as NEEDLE_KEYS
-from .needle import NeedleTask, distinct_numbers, spread
-from .prompts import Example, Task
 
 MANY = 4  # keys, values and queries of the multi-needle tasks
 HOPS = 4
+VARIABLE_DIGITS = 5  # of a value, as in the paper's examples
 CHAINS = 2  # the second chain is there so that naming every variable is not the answer
 NAME_LENGTH = 5  # letters of a variable
 COMMON_WORDS = 10
-COMMON_REPEATS, RARE_REPEATS = 30, 3
+COMMON_TO_RARE = 10  # occurrences of a common word to those of another
+RARE_REPEATS = 3  # in a long list
+ROOMY = 2 * COMMON_WORDS * COMMON_TO_RARE  # entries for each repeat of a rare word: half the list, or more, is rare
 FEWEST_WORDS = 90  # beyond the common ones, so that none of these becomes common in a long list
 RULER_TASKS = (
     "niah_single",
@@ -38,7 +41,7 @@ class MultiValueTask:
     has_depth = True
     smallest_size = 0
 
-    def __init__(self, digits: int = 7):
+    def __init__(self, digits: int = DIGITS):
         self.digits = digits
 
     def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
@@ -63,7 +66,7 @@ class VariableTrackingTask:
     has_depth = False
     smallest_size = 0
 
-    def __init__(self, digits: int = 5):
+    def __init__(self, digits: int = VARIABLE_DIGITS):
         self.digits = digits
 
     def example(self, rng: random.Random, depth: float = 0.0, size: int = 0) -> Example:
@@ -121,17 +124,14 @@ class CommonWordsTask:
         )
 
     def _repeats(self, size: int) -> tuple[int, int]:
-        """How often a common and a rare word occur: 30 and 3 in a long list, less in a short one, at the same ratio.
+        """How often a common and a rare word occur: ten to one, and 30 to 3 as in the paper where the list is long.
 
-        A list that would use up the vocabulary repeats every word more often instead.
+        As many rare words as common ones stay in a list that is too short for that. A list that would use up the
+        vocabulary repeats all words more often.
         """
-        common = min(COMMON_REPEATS, size // (2 * COMMON_WORDS))
-        rare = RARE_REPEATS if common == COMMON_REPEATS else 1
-        most_different = len(self.vocabulary) - COMMON_WORDS
-        while math.ceil((size - COMMON_WORDS * common) / rare) > most_different:
-            rare += 1
-            common = min(COMMON_REPEATS // RARE_REPEATS * rare, size // (2 * COMMON_WORDS))
-        return common, rare
+        fewest_rare = math.ceil(size / (COMMON_WORDS * COMMON_TO_RARE + len(self.vocabulary) - COMMON_WORDS))
+        rare = max(1, fewest_rare, min(RARE_REPEATS, size // ROOMY))
+        return min(COMMON_TO_RARE * rare, size // COMMON_WORDS - rare), rare
 
 
 def distinct_names(rng: random.Random, count: int) -> list[str]:
@@ -147,27 +147,28 @@ def vocabulary_of(text: str) -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{4,9}\b", text)))
 
 
-def ruler_task(name: str, haystack_text: str, digits: int = 7) -> Task:
+def ruler_task(name: str, haystack_text: str, digits: int | None = None) -> Task:
     """The task of that name.
 
     Args:
         name: one of RULER_TASKS.
         haystack_text: words of the common-words task come from it.
-        digits: of the numbers.
+        digits: of the numbers; None for the task's own.
 
     Raises:
         ValueError: unknown name, or too small a haystack.
     """
+    own_digits = {} if digits is None else {"digits": digits}
     if name == "niah_single":
-        return NeedleTask(name, digits=digits)
+        return NeedleTask(name, **own_digits)
     if name == "niah_multikey":
-        return NeedleTask(name, digits=digits, distractors=MANY - 1)
+        return NeedleTask(name, **own_digits, distractors=MANY - 1)
     if name == "niah_multiquery":
-        return NeedleTask(name, digits=digits, needles=MANY, ask="all")
+        return NeedleTask(name, **own_digits, needles=MANY, ask="all")
     if name == "niah_multivalue":
-        return MultiValueTask(digits)
+        return MultiValueTask(**own_digits)
     if name == "variable_tracking":
-        return VariableTrackingTask()
+        return VariableTrackingTask(**own_digits)
     if name == "common_words":
         return CommonWordsTask(vocabulary_of(haystack_text))
     raise ValueError(f"--task {name}: choose from needle, {', '.join(RULER_TASKS)}")
