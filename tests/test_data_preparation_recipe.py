@@ -73,6 +73,80 @@ def test_finished_steps_are_skipped(tmp_path):
     assert "131072" in commands[0][1]
 
 
+@pytest.fixture
+def finished_run(tmp_path):
+    """The environment of a run whose steps all end well at once, after one such run."""
+    for name in ("treasury_of_david.txt", "world_english_bible.txt"):
+        (tmp_path / name).touch()
+    environment = os.environ | {"TEXTS": str(tmp_path), "OUTPUT": str(tmp_path / "out"), "GPUS": "2", "PYTHON": "true"}
+    run_again(environment)
+    return environment
+
+
+def run_again(environment, **variables):
+    return subprocess.run(
+        ["bash", RECIPE], env=environment | variables, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+
+
+def steps_of(lines):
+    return [line for line in lines if line.startswith("#")]
+
+
+def test_a_second_run_does_nothing_on_any_number_of_gpus(finished_run):
+    (*steps, last) = run_again(finished_run, GPUS="8")
+    assert steps == steps_of(steps) and all(step.endswith(": finished earlier") for step in steps)
+    assert len(steps) == 8
+    assert last.startswith("the model is ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "step"),
+    [
+        ("FACTS", "3", "rows-65536"),
+        ("RETRIEVAL", "0.25", "rows-65536"),
+        ("TEXT_LABELS", "0.2", "rows-65536"),
+        ("MODEL", "other/model", "rows-65536"),
+        ("STAGES", "65536:99:3e-4 131072:50:2e-4", "rows-65536"),
+        ("STAGES", "65536:100:3e-4 131072:51:2e-4", "rows-131072"),
+        ("FACTOR", "32", "start"),
+        ("ATTENTION_FACTOR", "", "start"),
+        ("ROPE", "linear", "start"),
+        ("ROPE", "2e7", "train-65536"),
+        ("STAGES", "65536:100:1e-4 131072:50:2e-4", "train-65536"),
+        ("STAGES", "65536:100:3e-4 131072:50:1e-4", "train-131072"),
+        ("STAGES", "65536:100:3e-4", "perplexity"),
+        ("SAMPLES", "5", "needle"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", ["0", "1"])
+def test_a_step_made_with_other_settings_stops_the_run(finished_run, variable, value, step, dry_run):
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run_again(finished_run, DRY_RUN=dry_run, **{variable: value})
+    marker = Path(finished_run["OUTPUT"]) / f"finished-{step}"
+    first, then, now = failed.value.stderr.splitlines()
+    assert (
+        first.startswith(f"SmolLM2-135M-128K.sh: {step} in OUTPUT=")
+        and f"take another OUTPUT, or remove {marker}" in first
+    )
+    assert then == f"  made with: {marker.read_text().strip()}"
+    assert now.startswith("  now:       MODEL=") and now.split(":", 1)[1] != then.split(":", 1)[1]
+    if variable != "STAGES":
+        assert f" {variable}={value}" in now and f" {variable}={value} " not in then
+    # Nothing was made before the script stopped: all steps before this one are the same.
+    assert all(line.endswith(": finished earlier") for line in failed.value.stdout.splitlines())
+
+
+def test_what_builds_on_a_step_made_anew_is_not_taken_for_finished(finished_run):
+    output = Path(finished_run["OUTPUT"])
+    for length in (65536, 131072):
+        (output / f"finished-rows-{length}").unlink()
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        run_again(finished_run, FACTS="3")
+    assert steps_of(failed.value.stdout.splitlines()) == ["# rows-65536", "# rows-131072", "# start: finished earlier"]
+    assert f"remove {output}/finished-train-65536" in failed.value.stderr
+
+
 def test_stages_can_go_on(tmp_path):
     stages = "65536:4:3e-4 131072:3:2e-4 262144:2:1e-4"
     commands = [flags_of(command) for command in dry_run(tmp_path, STAGES=stages, FACTOR="32")]
@@ -93,6 +167,7 @@ def test_stages_can_go_on(tmp_path):
         ("STAGES", "65536:100", "STAGE='65536:100' must be LENGTH:STEPS:RATE in STAGES"),
         ("STAGES", "65536:0:1e-4", "STAGE='65536:0:1e-4' must be LENGTH:STEPS:RATE"),
         ("STAGES", "65536:9:1e", "STAGE='65536:9:1e' must be LENGTH:STEPS:RATE"),
+        ("STAGES", "65536:10:3e-4 65536:20:1e-4", "STAGES='65536:10:3e-4 65536:20:1e-4' gives rows of 65536 twice"),
         ("GPUS", "-1", "GPUS='-1' must be a number of GPUs"),
         ("ROPE", "foo", "ROPE='foo' must be yarn, llama3, linear, or a base"),
         ("ROPE", "0", "ROPE='0' must be"),

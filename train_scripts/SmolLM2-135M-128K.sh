@@ -10,7 +10,8 @@
 # The window is lengthened by YaRN's scaling of the rotary embeddings, which left perplexity on the first 8K tokens of
 # Emma lower than a raised base did, without its sharper attention (ATTENTION_FACTOR=1): with it, 2.6 M tokens of text in
 # rows of 16K brought the first 4K tokens to 27.2 at best, without it to 24.9; the original model has 25.0.
-# What finished is skipped when the script runs again. Variables:
+# What finished is skipped when the script runs again. OUTPUT/finished-STEP holds the settings that it was made with, and
+# where these are others now, the script stops. Variables:
 #   MODEL     model to start from: hub name or folder        (HuggingFaceTB/SmolLM2-135M-Instruct)
 #   TEXTS     folder with treasury_of_david.txt and world_english_bible.txt, plain or .gz or .xz   (texts)
 #   OUTPUT    where everything goes                          (output/SmolLM2-135M-128K)
@@ -53,18 +54,25 @@ run() {
     [ "$DRY_RUN" = 1 ] || "$@"
 }
 
-# finished NAME: whether step NAME ended well in an earlier run; otherwise announce it.
+# finished NAME SETTINGS: whether step NAME ended well in an earlier run, with these settings; otherwise announce it.
 finished() {
-    if [ -e "$OUTPUT/finished-$1" ]; then
-        echo "# $1: finished earlier"
-        return 0
+    local marker=$OUTPUT/finished-$1
+    if [ ! -e "$marker" ]; then
+        echo "# $1"
+        return 1
     fi
-    echo "# $1"
-    return 1
+    # Earlier versions of this script left the marker empty.
+    if [ -s "$marker" ] && [ "$(< "$marker")" != "$2" ]; then
+        fail "$1 in OUTPUT=$OUTPUT was made with other settings; take another OUTPUT, or remove $marker to make it anew
+  made with: $(< "$marker")
+  now:       $2"
+    fi
+    echo "# $1: finished earlier"
 }
 
+# finish NAME SETTINGS: note that step NAME ended well.
 finish() {
-    [ "$DRY_RUN" = 1 ] || touch "$OUTPUT/finished-$1"
+    [ "$DRY_RUN" = 1 ] || echo "$2" > "$OUTPUT/finished-$1"
 }
 
 find_text() {
@@ -93,8 +101,11 @@ must_match GPUS '[0-9]+' "a number of GPUs"
 must_match SAMPLES '[1-9][0-9]*' "a whole number above 0"
 must_match FACTOR "$NUMBER" "a number above 1, such as 16"
 must_match ROPE "yarn|llama3|linear|($NUMBER)(e[0-9]+)?" "yarn, llama3, linear, or a base such as 2e7"
+LENGTHS=" "
 for STAGE in $STAGES; do
     must_match STAGE "[1-9][0-9]*:[1-9][0-9]*:($NUMBER)(e-?[0-9]+)?" "LENGTH:STEPS:RATE in STAGES, such as 65536:100:3e-4"
+    [[ $LENGTHS != *" ${STAGE%%:*} "* ]] || fail "STAGES='$STAGES' gives rows of ${STAGE%%:*} twice; join the two stages"
+    LENGTHS+="${STAGE%%:*} "
 done
 TREASURY=$(find_text treasury_of_david)
 BIBLE=$(find_text world_english_bible)
@@ -116,15 +127,24 @@ TRAIN_LAUNCH+=(--num_processes "$GPUS" --num_machines 1 --mixed_precision bf16 -
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 [ "$DRY_RUN" = 1 ] || mkdir -p "$OUTPUT"
 
+# What decides a step: its own settings, and those of the steps that it builds on.
+TEXT_SETTINGS="TEXTS=$TEXTS RETRIEVAL=$RETRIEVAL FACTS=$FACTS TEXT_LABELS=$TEXT_LABELS"
+START_SETTINGS="MODEL=$MODEL ROPE=$ROPE"
+case $ROPE in
+    yarn) START_SETTINGS+=" FACTOR=$FACTOR ATTENTION_FACTOR=$ATTENTION_FACTOR" ;;
+    [!0-9]*) START_SETTINGS+=" FACTOR=$FACTOR" ;;
+esac
+
 # --- Rows: text alone and text with facts, every pass over the two books packed anew.
 rows() { # LENGTH STEPS
-    finished "rows-$1" && return
+    local settings="MODEL=$MODEL $TEXT_SETTINGS LENGTH=$1 STEPS=$2"
+    finished "rows-$1" "$settings" && return
     run "$PYTHON" prepare_data.py --input "treasury=$TREASURY" "bible=$BIBLE" \
         --document-start '^Psalm [0-9]+ OVERVIEW' --validation-fraction 0.02 \
         --tokenizer "$MODEL" --separator '<|endoftext|>' --seq-length "$1" --train-tokens $(($1 * $2)) \
         --retrieval-fraction "$RETRIEVAL" --retrieval-facts "$FACTS" --retrieval-text-labels "$TEXT_LABELS" \
         --work-dir "$OUTPUT/tokens" --output-dir "$OUTPUT/rows-$1" --overwrite
-    finish "rows-$1"
+    finish "rows-$1" "$settings"
 }
 
 # --- The starting point. A raised base is a flag of train.py; a scaling is written into the config first.
@@ -137,45 +157,45 @@ start() {
         *)
             START=$OUTPUT/start
             ROPE_FLAGS=()
-            finished start && return
+            finished start "$START_SETTINGS" && return
             SCALING=(--type "$ROPE" --factor "$FACTOR")
             if [ "$ROPE" = yarn ] && [ -n "$ATTENTION_FACTOR" ]; then
                 SCALING+=(--attention-factor "$ATTENTION_FACTOR")
             fi
             [ "$DRY_RUN" = 1 ] || rm -rf "$START" # of a run that was cut off
             run "$PYTHON" tools/scale_rope.py "$MODEL" "$START" "${SCALING[@]}"
-            finish start
+            finish start "$START_SETTINGS"
             ;;
     esac
 }
 
-train() { # FROM LENGTH STEPS LEARNING_RATE
-    finished "train-$2" && return
+train() { # FROM LENGTH STEPS LEARNING_RATE SETTINGS
+    finished "train-$2" "$5" && return
     run "${TRAIN_LAUNCH[@]}" train.py --model "$1" --dataset "$OUTPUT/rows-$2/train" \
         --eval-dataset "$OUTPUT/rows-$2/validation" --eval-every "$3" --output-dir "$OUTPUT/model-$2" --overwrite \
         --seq-length "$2" "${ROPE_FLAGS[@]}" --parallel_mode "$MODE" --batch-size 1 --gradient-accumulate-every 1 \
         --max-train-steps "$3" --learning-rate "$4" --warmup-steps 10 --lr-scheduler cosine \
         --gradient-checkpointing full
-    finish "train-$2"
+    finish "train-$2" "$5"
 }
 
-evaluate() { # FINAL LENGTH
-    if ! finished perplexity; then
+evaluate() { # FINAL LENGTH SETTINGS
+    if ! finished perplexity "$3"; then
         run "${EVAL_LAUNCH[@]}" eval_ppl.py --model "$MODEL" --model "$1" --text data/haystack/emma.txt \
             --min-tokens 4096 --max-tokens 196608 --tokens-step 4096 --output-file "$OUTPUT/perplexity.csv"
         run "$PYTHON" plot.py perplexity "$OUTPUT/perplexity.csv" --output "$OUTPUT/perplexity.png"
-        finish perplexity
+        finish perplexity "$3"
     fi
-    if ! finished needle; then
+    if ! finished needle "$3 SAMPLES=$SAMPLES"; then
         run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$1" --min_context_length "$(($2 / 16))" --max_context_length "$2" \
             --context_interval "$(($2 / 16))" --depth_interval 0.1 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle"
         run "$PYTHON" plot.py needle "$OUTPUT/needle/cells.jsonl" --output "$OUTPUT/needle.png"
-        finish needle
+        finish needle "$3 SAMPLES=$SAMPLES"
     fi
-    if ! finished needle-original; then
+    if ! finished needle-original "MODEL=$MODEL SAMPLES=$SAMPLES"; then
         run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$MODEL" --min_context_length 4096 --max_context_length 32768 \
             --depth_interval 0.25 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle-original"
-        finish needle-original
+        finish needle-original "MODEL=$MODEL SAMPLES=$SAMPLES"
     fi
 }
 
@@ -185,12 +205,14 @@ for STAGE in $STAGES; do
 done
 start
 FROM=$START
+SETTINGS="$START_SETTINGS $TEXT_SETTINGS"
 for STAGE in $STAGES; do
     IFS=: read -r LENGTH STEPS RATE <<< "$STAGE"
-    train "$FROM" "$LENGTH" "$STEPS" "$RATE"
+    SETTINGS+=" STAGE=$STAGE"
+    train "$FROM" "$LENGTH" "$STEPS" "$RATE" "$SETTINGS"
     FROM=$OUTPUT/model-$LENGTH
 done
-evaluate "$FROM" "$LENGTH"
+evaluate "$FROM" "$LENGTH" "$SETTINGS"
 if [ "$DRY_RUN" != 1 ]; then
     echo "the model is $FROM; see perplexity.png, needle.png and the JSON files in $OUTPUT"
 fi
