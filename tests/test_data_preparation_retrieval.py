@@ -83,6 +83,26 @@ def test_one_fact_stands_before_all_text():
     assert text.lstrip().startswith("The code of ")
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_places_are_ends_of_sentences_not_titles_and_numbers(style):
+    tokenizer = tokenizer_of_style(style)
+    writer = RetrievalWriter(tokenizer, RetrievalSettings(1.0))
+    ids = np.array(tokenizer("Soon Mr. J. Elliot paid 3.14 pounds. " * 100, add_special_tokens=False)["input_ids"])
+    candidates = np.flatnonzero(writer._may_end_sentence[ids]) + 1
+    ends = {writer._next_end(ids, candidates, place, reach=50) for place in range(len(ids) - 50)}
+    assert len(ends) == pytest.approx(100, abs=5)
+    assert all(tokenizer.decode(ids[:end]).endswith(" pounds.") for end in ends)
+
+
+def test_the_end_of_a_document_is_a_place():
+    tokenizer = tokenizer_of_style("smollm2")
+    writer = RetrievalWriter(tokenizer, RetrievalSettings(1.0))
+    ids = np.array(tokenizer("They left.<|im_end|>They left.", add_special_tokens=False)["input_ids"])
+    ends = np.flatnonzero(writer._may_end_sentence[ids]) + 1
+    assert len(ends) == 2 and ends[1] == len(ids)
+    assert [writer._next_end(ids, ends, place, 9) for place in (1, len(ids) - 1)] == ends.tolist()
+
+
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.3, 0.5, 1.0])
 def test_fraction_is_exact(fraction):
     writer = RetrievalWriter(tokenizer_of_style("bytes"), RetrievalSettings(fraction))

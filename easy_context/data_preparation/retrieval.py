@@ -16,10 +16,12 @@ import numpy as np
 
 from easy_context.data_preparation.facts import FACT_TEMPLATES, FRAMES, Fact, FactTemplate, draw_facts
 from easy_context.data_preparation.rows import IGNORED_LABEL, Row
+from easy_context.sentences import ends_sentence
 
 MOST_INSERTED = 0.9  # share of a row
 QUESTIONS_AT_END = 0.5
 LABEL_BLOCK = 512  # learned text comes in stretches of so many tokens
+TOKENS_BEFORE = 32  # a sentence's end: enough to read the last word of it
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,10 @@ class RetrievalWriter:
         self.settings = settings
         self.rows = self.facts = 0
         self.frames = FRAMES if settings.templates == FACT_TEMPLATES else FRAMES[:1]
+        self._special_ids = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
         tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        endings = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "”"))
-        self._ends_sentence = np.array([bool(token) and token.endswith(endings) for token in tokens])
+        endings = tuple(mark + quote for mark in ".!?" for quote in ("", *"\"'”’)]"))
+        self._may_end_sentence = np.array([bool(token) and token.endswith(endings) for token in tokens])
 
     def takes(self, index: int) -> bool:
         """Whether train row `index` becomes a retrieval row: evenly spread, in exactly the share asked for."""
@@ -148,15 +151,41 @@ class RetrievalWriter:
 
         One fact stands before all text, where random places almost never fall and looking back is hardest.
         """
-        sentence_ends = np.flatnonzero(self._ends_sentence[text]) + 1
+        ends = np.flatnonzero(self._may_end_sentence[text]) + 1
         reach = max(1, len(text) // 64)
         inserts = []
         for index, (statement, question) in enumerate(encoded):
-            place = _next_end(sentence_ends, int(rng.integers(len(text) + 1)), reach) if index else 0
+            place = self._next_end(text, ends, int(rng.integers(len(text) + 1)), reach) if index else 0
             at_end = rng.random() < QUESTIONS_AT_END
-            asked = len(text) if at_end else _next_end(sentence_ends, int(rng.integers(place, len(text) + 1)), reach)
+            asked = len(text)
+            if not at_end:
+                asked = self._next_end(text, ends, int(rng.integers(place, len(text) + 1)), reach)
             inserts += [_Insert(place, *statement), _Insert(max(place, asked), *question)]
         return _ordered(rng, inserts)
+
+    def _next_end(self, text: np.ndarray, ends: np.ndarray, place: int, reach: int) -> int:
+        """Return the next sentence end at or after `place` if one is within `reach` tokens, otherwise `place`.
+
+        Args:
+            text: token ids.
+            ends: sorted places behind tokens that may end a sentence.
+            place: number of tokens before it.
+            reach: tokens.
+        """
+        for end in ends[np.searchsorted(ends, place) : np.searchsorted(ends, place + reach, side="right")]:
+            if self._is_sentence_end(text, int(end)):
+                return int(end)
+        return place
+
+    def _is_sentence_end(self, text: np.ndarray, end: int) -> bool:
+        before = text[max(0, end - TOKENS_BEFORE) : end].tolist()
+        words = self.tokenizer.decode(before, clean_up_tokenization_spaces=False)
+        if not ends_sentence(words):
+            return False
+        if end == len(text) or int(text[end]) in self._special_ids:
+            return True
+        further = self.tokenizer.decode([*before, int(text[end])], clean_up_tokenization_spaces=False)
+        return further[len(words) :][:1].isspace()  # not so in "3.14"
 
     def _text_labels(self, rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
         block = max(1, min(LABEL_BLOCK, len(labels) // 8))
@@ -175,12 +204,6 @@ def _common_length(first: list[int], second: list[int]) -> int:
     return length
 
 
-def _next_end(ends: np.ndarray, place: int, reach: int) -> int:
-    """Return the next sentence end at or after `place` if one is within `reach` tokens, otherwise `place`."""
-    index = int(np.searchsorted(ends, place))
-    return int(ends[index]) if index < len(ends) and ends[index] <= place + reach else place
-
-
 def _ordered(rng: np.random.Generator, inserts: list[_Insert]) -> list[_Insert]:
     """Sort by place; at one place statements come first, questions in random order behind them."""
     keys = [(insert.place, bool(insert.learn.any()), float(rng.random())) for insert in inserts]
@@ -193,4 +216,4 @@ def _interleave(text: np.ndarray, labels: np.ndarray, inserts: list[_Insert]) ->
         ids += [text[done : insert.place], insert.ids]
         targets += [labels[done : insert.place], np.where(insert.learn, insert.ids, np.int32(IGNORED_LABEL))]
         done = insert.place
-    return Row(np.concatenate([*ids, text[done:]]), np.concatenate([*targets, labels[done:]]))
+    return Row(np.concatenate([*ids, text[done:]]), np.concatenate([*targets, labels[done:]]), len(text))

@@ -16,10 +16,17 @@ BATCH_TOKENS = 1 << 21
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `ids` int32 `[tokens]` and `labels` int32 `[tokens]`, −100 where nothing is learned."""
+    """One row.
+
+    Attributes:
+        ids: int32 `[tokens]`.
+        labels: int32 `[tokens]`, −100 where nothing is learned.
+        text_tokens: how many of the tokens planned for it are in it; None: all.
+    """
 
     ids: np.ndarray
     labels: np.ndarray
+    text_tokens: int | None = None
 
 
 def assemble_row(segments: list[Segment], stores: list[TokenStore]) -> Row:
