@@ -6,16 +6,19 @@ import json
 import lzma
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from tokenizer_styles import tokenizer_of_style
 
-from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument, tokenise
+from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument, _batches, tokenise
 from easy_context.data_preparation.packing import Segment, pack
 from easy_context.data_preparation.sampling import choose_validation, upsample_long_documents
-from easy_context.data_preparation.sources import Record, Source, parse_source, read_source
+from easy_context.data_preparation.sources import Record, Source, _batch_rows, parse_source, read_source
 from easy_context.data_preparation.token_store import TokenStore, fill_token_store
+from easy_context.data_preparation.uses import count_uses, first_tokens
 
 
 def read(path, document_start=None):
@@ -65,13 +68,68 @@ def test_text_file_is_one_document_unless_a_start_is_given(tmp_path):
 
 def test_bad_lines_are_named(tmp_path):
     path = tmp_path / "mixed.jsonl"
-    path.write_bytes(b'{"text": "good"}\n{"text": \n\n[1]\n\xff\xfe\n')
+    deep = b"[" * 100_000 + b"]" * 100_000
+    path.write_bytes(b'{"text": "good"}\n{"text": \n\n[1]\n\xff\xfe\n{"text": %s}\n' % deep)
     records = read(path)
-    assert [record.location for record in records] == [f"{path}:{line}" for line in (1, 2, 4, 5)]
+    assert [record.location for record in records] == [f"{path}:{line}" for line in (1, 2, 4, 5, 6)]
     assert records[0].problem is None
     assert "not JSON" in records[1].problem
     assert "list" in records[2].problem
     assert "not JSON" in records[3].problem
+    assert records[4].problem == "nested too deep"
+
+
+def parquet_with_a_bad_string(path):
+    """Three rows, of which the second holds half a surrogate pair, as some writers let it pass."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.array([b"first", b"a\xed\xa0\x80b", b"third"]).view(pyarrow.string())
+    table = pyarrow.table({"text": text, "other": [1, 2, 3]})
+    pyarrow.parquet.write_table(table, path)
+    return table
+
+
+def test_a_bad_string_in_a_table_is_named_and_spoils_no_other_row(tmp_path):
+    from datasets import Dataset
+
+    table = parquet_with_a_bad_string(tmp_path / "a.parquet")
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+        first, bad, third = read(path)
+        assert [first.data["text"], third.data["text"]] == ["first", "third"]
+        assert bad.location == f"{path}:2"
+        assert bad.problem.startswith("cannot be read: 'utf-8' codec")
+
+
+def test_only_the_fields_asked_for_are_read_of_a_table(tmp_path):
+    import pyarrow.parquet
+    from datasets import Dataset
+
+    # Not even readable: what is not asked for is not looked at.
+    bad = parquet_with_a_bad_string(tmp_path / "a.parquet")["text"]
+    messages = [[{"role": "user", "content": "x"}]] * 3
+    table = pyarrow.table({"bad": bad, "text": ["1", "2", "3"], "messages": messages})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+        records = list(read_source(Source("s", str(path)), fields=("text", "messages")))
+        assert [r.data for r in records] == [{"bad": None, "text": i, "messages": messages[0]} for i in "123"]
+        unnamed = list(read_source(Source("s", str(path)), fields=("body",)))
+        assert [record.location for record in unnamed] == [f"{path}:{row}" for row in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("characters", "rows"), [(10, 256), (200_000, 83), (20_000_000, 1)])
+def test_rows_of_parquet_are_read_few_at_a_time_where_they_are_long(tmp_path, characters, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    rng = np.random.default_rng(0)
+    texts = [rng.bytes(characters // 2).hex() for _ in range(3)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "other": texts}), tmp_path / "a.parquet")
+    metadata = pyarrow.parquet.read_metadata(tmp_path / "a.parquet")
+    assert _batch_rows(metadata, ["text"]) == rows
+    assert len(read(tmp_path / "a.parquet")) == 3
 
 
 @pytest.mark.parametrize(
@@ -175,7 +233,9 @@ def test_only_assistant_turns_are_learned():
         {"role": "user", "content": "This is never answered."},
     ]
     document = DocumentTokenizer(tokenizer, 0)(Record("here", {"messages": messages}))
-    assert tokenizer.decode(document.ids[document.learn][:-1]) == "A heroine.<|im_end|>\nAusten's.<|im_end|>\n"
+    # The turn's own end is learned, the separator behind it is not.
+    assert tokenizer.decode(document.ids[document.learn]) == "A heroine.<|im_end|>\nAusten's.<|im_end|>\n"
+    assert document.ids[-1] == 0
     whole = tokenizer.apply_chat_template(messages[:5], tokenize=False)
     assert tokenizer.decode(document.ids[:-1]) == whole
 
@@ -198,6 +258,13 @@ def test_a_chat_template_with_bos_gives_one_bos():
         ({"messages": [{"content": "x"}]}, "no role"),
         ({"messages": [{"role": "assistant", "content": None}]}, "not text"),
         ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
+        ({"text": "a\ud800b"}, "not Unicode: .*surrogate"),
+        ({"prompt": "a", "response": "a\ud800b"}, "not Unicode: .*surrogate"),
+        ({"messages": [{"role": r, "content": "a\ud800b"} for r in ("user", "assistant")]}, "not Unicode: .*surrogate"),
+        ({"prompt": None, "response": None}, r"no field 'text' \(fields: prompt, response\)"),
+        ({"prompt": None, "response": "x"}, "field 'prompt' is null, not text"),
+        ({"text": "x", "prompt": "y"}, "has 'text' and also 'prompt'; --text-field text takes 'text', and where that"),
+        ({"text": "x", "prompt": "y", "response": "z"}, "has 'text' and also 'prompt' and 'response'; --text-field"),
     ],
 )
 def test_bad_records_say_what_is_wrong(data, problem):
@@ -207,6 +274,35 @@ def test_bad_records_say_what_is_wrong(data, problem):
     assert re.search(problem, document.problem)
 
 
+def test_what_a_tokenizer_raises_makes_a_bad_record():
+    make = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)
+    make.tokenizer = lambda *_, **__: {}["input_ids"]
+    document = make(Record("file:7", {"text": "x"}))
+    assert (document.location, document.problem) == ("file:7", "KeyError: 'input_ids'")
+
+
+@pytest.mark.parametrize(
+    ("text_field", "data", "learned"),
+    [
+        ("text", {"text": "a b", "prompt": "c", "response": "d"}, "a b"),
+        ("text", {"text": "a b", "prompt": "c"}, "a b"),
+        ("text", {"text": "a b", "messages": [{"role": "assistant", "content": "d"}]}, "a b"),
+        ("body", {"text": "a b", "prompt": "c", "response": "d"}, "d"),
+        ("text", {"text": None, "prompt": "c", "response": "d"}, "d"),
+        (None, {"text": "a b", "prompt": None, "response": None, "messages": None}, "a b"),
+        (None, {"text": " ", "prompt": "c", "response": "d"}, "d"),
+        (None, {"prompt": "", "response": "d"}, "d"),
+    ],
+)
+def test_which_fields_are_taken(text_field, data, learned):
+    tokenizer = tokenizer_of_style("smollm2")
+    document = DocumentTokenizer(tokenizer, 0, text_field)(Record("file:7", data))
+    assert document.problem is None
+    ids = document.ids if document.learn is None else document.ids[document.learn]
+    assert tokenizer.decode(ids[:-1]) == learned
+    assert ids[-1] == 0
+
+
 def test_workers_change_nothing():
     make = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)
     records = [Record(f"f:{i}", {"text": f"number {i} " * (i % 50 + 1)}) for i in range(700)]
@@ -214,6 +310,27 @@ def test_workers_change_nothing():
     together = list(tokenise(iter(records), make, workers=2))
     assert [document.location for document in together] == [record.location for record in records]
     assert all((a.ids == b.ids).all() for a, b in zip(alone, together, strict=True))
+
+
+def test_a_record_nested_too_deep_for_a_worker_is_tokenised():
+    data = {"text": "a b", "more": json.loads("[" * 900 + "]" * 900)}
+    make = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)
+    (document,) = tokenise([Record("f:1", data)], make, workers=2)
+    assert document.ids.tolist() == make(Record("f:1", {"text": "a b"})).ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"text": "x" * 100_000},
+        {"messages": [{"role": "user", "content": "x" * 60_000}, {"role": "assistant", "content": "x" * 40_000}]},
+        {"text": "x", "more": [["x" * 50_000], {"x": {"y": "x" * 50_000}}]},
+    ],
+)
+def test_batches_are_bounded_by_all_text(data):
+    """A batch ends with the record that makes it half a million characters."""
+    batches = _batches(Record(str(i), data) for i in range(20))
+    assert [len(batch) for batch in batches] == [6, 6, 6, 2]
 
 
 def test_reads_no_further_than_it_must():
@@ -247,7 +364,7 @@ def documents_of(records, lengths):
 
 
 def test_store_returns_what_was_put_in(tmp_path, monkeypatch):
-    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_TOKENS", 50)
+    monkeypatch.setattr("easy_context.data_preparation.token_store.FIRST_SHARD_TOKENS", 50)
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 40, 60)
     records = [Record(str(i), {}) for i in range(len(lengths))]
@@ -262,7 +379,7 @@ def test_store_returns_what_was_put_in(tmp_path, monkeypatch):
 
 
 def test_store_goes_on_after_an_interruption(tmp_path, monkeypatch):
-    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_TOKENS", 50)
+    monkeypatch.setattr("easy_context.data_preparation.token_store.FIRST_SHARD_TOKENS", 50)
     lengths = np.full(40, 20)
     records = [Record(str(i), {}) for i in range(40)]
     tokenised = []
@@ -294,6 +411,50 @@ def test_strict_names_the_line(tmp_path):
         fill_token_store(tmp_path / "s", records, partial(documents_of, lengths=[5, 0]), strict=True)
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_strict_sees_what_an_earlier_run_only_counted(tmp_path, monkeypatch, interrupted):
+    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_RECORDS", 2)
+    records = [Record(str(i), {}) for i in range(9)]
+    documents = partial(documents_of, lengths=[5, 5, 5, 0, 5, 0, 5, 5, 5])
+    if interrupted:
+
+        def stop(document):
+            if document.location == "7":
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            fill_token_store(tmp_path / "s", records, documents, on_document=stop)
+    else:
+        fill_token_store(tmp_path / "s", records, documents)
+    with pytest.raises(ValueError, match="--strict: bad record at 3: empty"):
+        fill_token_store(tmp_path / "s", records, documents, strict=True)
+
+
+def test_shards_grow_with_what_is_done(tmp_path, monkeypatch):
+    """So an interruption costs little, and many tokens make few files."""
+    monkeypatch.setattr("easy_context.data_preparation.token_store.FIRST_SHARD_TOKENS", 100)
+    monkeypatch.setattr("easy_context.data_preparation.token_store.MOST_SHARD_TOKENS", 400)
+    records = [Record(str(i), {}) for i in range(1000)]
+    fill_token_store(tmp_path / "s", records, partial(documents_of, lengths=[10] * 1000))
+    sizes = [int(np.load(shard / "lengths.npy").sum()) for shard in sorted((tmp_path / "s").glob("shard-*"))]
+    assert sizes[:8] == [100] * 8
+    assert all(a <= b for a, b in zip(sizes, sizes[1:-1], strict=False))
+    assert all(size < 10 + max(sum(sizes[:i]) / 8, 100) for i, size in enumerate(sizes))
+    assert max(sizes) == 400
+    assert len(sizes) == 37
+
+
+def test_many_shards_keep_no_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("easy_context.data_preparation.token_store.SHARD_RECORDS", 1)
+    lengths = [3 + i % 5 for i in range(200)]
+    records = [Record(str(i), {}) for i in range(200)]
+    store = fill_token_store(tmp_path / "s", records, partial(documents_of, lengths=lengths))
+    before = psutil.Process().num_fds()
+    parts = [store.read(document, 0, lengths[document]) for document in np.random.default_rng(0).permutation(200)]
+    assert psutil.Process().num_fds() <= before
+    assert all(ids.tolist() == list(range(len(ids))) for ids, _ in parts)
+
+
 # --- sampling
 
 
@@ -307,6 +468,42 @@ def test_upsampling_keeps_the_tokens_of_the_source(seed):
     after = (uses * lengths)[long].sum() / (uses * lengths)[~long].sum()
     assert after / before == pytest.approx(5.0, rel=0.05)
     assert (uses * lengths).sum() == pytest.approx(lengths.sum(), rel=0.02)
+
+
+LENGTHS = {
+    "few long": np.array([10_000, *[100] * 40]),
+    "one of each": np.array([5000, 3000]),
+    "many": np.exp(np.random.default_rng(0).normal(7, 1.2, 400)).astype(int) + 1,
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("factor", [1.5, 5.0])
+def test_upsampling_uses_every_document_as_often_as_expected_in_each_pass(lengths, factor):
+    long = lengths >= 4096
+    rate = lengths.sum() / (factor * lengths[long].sum() + lengths[~long].sum())
+    rates = np.where(long, factor * rate, rate)
+    for number in (0, 3):
+        drawn = [
+            upsample_long_documents(lengths, 4096, factor, np.random.default_rng(seed), number) for seed in range(2000)
+        ]
+        # Uses are floor(rate) or one more: their mean has a standard deviation of at most 0.5 / sqrt(2000).
+        assert np.abs(np.mean(drawn, axis=0) - rates).max() < 5 * 0.5 / 2000**0.5
+        tokens = np.array([(uses * lengths).sum() for uses in drawn])
+        assert tokens.mean() == pytest.approx(lengths.sum(), abs=5 * tokens.std() / 2000**0.5)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_upsampling_evens_out_over_passes(lengths):
+    long = lengths >= 4096
+    bound = 2 * lengths[long].max() + 2 * lengths[~long].max()
+    for seed in range(20):
+        uses = [upsample_long_documents(lengths, 4096, 5.0, np.random.default_rng(seed), i) for i in range(30)]
+        for passes in (1, 2, 10, 30):
+            total = sum(uses[:passes])
+            assert abs((total * lengths).sum() - passes * lengths.sum()) <= bound
+            assert np.ptp(total[long]) <= 1 and np.ptp(total[~long]) <= 1
+        assert len({tuple(use) for use in uses}) > 1
 
 
 def test_upsampling_by_one_or_without_long_documents_changes_nothing():
@@ -324,6 +521,42 @@ def test_validation_takes_whole_documents():
     assert not choose_validation(lengths, 0.0, rng).any()
     assert not choose_validation(lengths[:1], 0.5, rng).any()
     assert choose_validation(np.array([900, 800]), 0.1, rng).tolist() == [False, True]
+
+
+# --- what stands in the rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uses_are_those_of_the_rows(seed):
+    rng = np.random.default_rng(seed)
+    lengths = [rng.integers(1, 30, 5), rng.integers(1, 30, 3)]
+    rows = []
+    for _ in range(8):
+        row = []
+        for source in rng.integers(0, 2, 3).tolist():
+            document = int(rng.integers(len(lengths[source])))
+            start, end = sorted(rng.choice(lengths[source][document] + 1, 2, replace=False).tolist())
+            row.append(Segment(source, document, start, end))
+        rows.append(row)
+    seen = [[np.zeros(length, int) for length in of_source] for of_source in lengths]
+    for segment in [segment for row in rows for segment in row]:
+        seen[segment.source][segment.document][segment.start : segment.end] += 1
+    uses = count_uses(rows, [SimpleNamespace(lengths=of_source) for of_source in lengths])
+    assert [use.times.tolist() for use in uses] == [[int(x.max()) for x in of_source] for of_source in seen]
+    assert [use.tokens.tolist() for use in uses] == [[int(x.sum()) for x in of_source] for of_source in seen]
+
+
+def test_uses_of_no_rows():
+    (uses,) = count_uses([], [SimpleNamespace(lengths=np.array([3, 4]))])
+    assert uses.times.tolist() == uses.tokens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"), [(0, []), (3, [(0, 3)]), (5, [(0, 5)]), (6, [(0, 5), (2, 3)]), (9, [(0, 5), (2, 6)])]
+)
+def test_first_tokens_of_a_row(count, kept):
+    row = [Segment(0, 0, 0, 5), Segment(1, 0, 2, 6)]
+    assert [(segment.start, segment.end) for segment in first_tokens(row, count)] == kept
 
 
 # --- packing

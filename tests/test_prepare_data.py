@@ -169,6 +169,62 @@ def test_repeated_documents_are_said_once(tokenizer_dir, inputs, tmp_path, capsy
         run(tokenizer_dir, tmp_path / "endless", *flags, "--train-tokens", 10**12)
 
 
+def tokens_found(output_dir, marks):
+    """How often each token of `marks` stands in the train rows."""
+    stream = np.concatenate(list(rows(output_dir / "train")["input_ids"]))
+    return [int((stream == mark).sum()) for mark in marks]
+
+
+def write_marked_source(tokenizer, path, mark, lengths):
+    """Records of one word only, so that its tokens can be counted in the rows; return the word's token."""
+    (token,) = tokenizer(mark, add_special_tokens=False)["input_ids"]
+    assert tokenizer(mark * 3, add_special_tokens=False)["input_ids"] == [token] * 3
+    path.write_text("".join(json.dumps({"text": mark * length}) + "\n" for length in lengths))
+    return token
+
+
+@pytest.mark.parametrize("passes", [0.3, 1, 2.5])
+@pytest.mark.parametrize("retrieval", [0, 0.5])
+def test_report_says_what_is_in_the_rows(tokenizer_dir, tmp_path, passes, retrieval):
+    tokenizer = tokenizer_of_style("smollm2")
+    lengths = [[30, 2000, 50, 900, 300] * 3, [60, 80] * 40]
+    names = ("a", "b")
+    marks = [
+        write_marked_source(tokenizer, tmp_path / f"{name}.jsonl", mark, of_source)
+        for name, mark, of_source in zip(names, (" the", " her"), lengths, strict=True)
+    ]
+    tokens = int(sum(map(sum, lengths)) * passes)
+    flags = ["--seq-length", 512, "--num-workers", 1, "--train-tokens", tokens, "--retrieval-fraction", retrieval]
+    flags += ["--input", *(tmp_path / f"{name}.jsonl" for name in names), "--upsample-long", 3, "--long-from", 1000]
+    report = run(tokenizer_dir, tmp_path / "rows", *flags)
+    train = report["splits"]["train"]
+    facts = report["retrieval"]["facts"]
+    for source, found in zip(report["sources"], tokens_found(tmp_path / "rows", marks), strict=True):
+        # Separators are the source's tokens too; the facts hold " the" but no more than a few times each.
+        separators = source["train_tokens"] - found
+        assert -12 * facts <= separators <= source["train_document_uses"]
+    in_rows = sum(source["train_tokens"] for source in report["sources"])
+    assert (in_rows == train["tokens"]) == (retrieval == 0)
+    assert sum(source["train_share"] for source in report["sources"]) == pytest.approx(1, abs=2e-4)
+    if passes < 1:
+        assert all(source["train_tokens"] < 0.9 * source["tokens"] for source in report["sources"])
+
+
+def test_uneven_upsampling_is_said_and_passes_even_it_out(tokenizer_dir, tmp_path):
+    (tmp_path / "few.jsonl").write_text(json.dumps({"text": " the" * 10_000}) + "\n")
+    with (tmp_path / "few.jsonl").open("a") as file:
+        file.writelines(json.dumps({"text": " the" * 100}) + "\n" for _ in range(40))
+    (tmp_path / "many.jsonl").write_text((json.dumps({"text": " her" * 100}) + "\n") * 140)
+    flags = ["--input", tmp_path / "few.jsonl", tmp_path / "many.jsonl", "--upsample-long", 5, "--num-workers", 1]
+    flags += ["--seq-length", 512]
+    one = run(tokenizer_dir, tmp_path / "one", *flags)
+    (note,) = one["notes"]
+    assert note.startswith("--upsample-long 5 draws ") and "tokens a pass from few, which holds 14,041" in note
+    many = run(tokenizer_dir, tmp_path / "many", *flags, "--train-tokens", 40 * 28_000)
+    assert not any("upsample" in note for note in many["notes"])
+    assert many["sources"][0]["train_share"] == pytest.approx(0.5, abs=0.02)
+
+
 def test_source_too_small_to_hold_out_is_said(tokenizer_dir, inputs, tmp_path, capsys):
     flags = ["--seq-length", 256, "--num-workers", 1, "--validation-fraction", 0.5]
     report = run(tokenizer_dir, tmp_path / "one", *flags, "--input", inputs / "novel.txt")
@@ -194,6 +250,59 @@ def test_prompts_are_not_learned(tokenizer_dir, tmp_path):
         assert (row["labels"][kept] == row["input_ids"][kept]).all()
         assert "What" not in tokenizer.decode(row["input_ids"][kept])
         assert "It is" in tokenizer.decode(row["input_ids"][kept])
+
+
+BAD = ['{"text": "a\\ud800b and more text"}', '{"text": %s}' % ("[" * 100_000 + "]" * 100_000), "{"]  # noqa: UP031
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_records_of_every_kind_are_listed_by_line(tokenizer_dir, tmp_path, workers):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join([*BAD, json.dumps({"text": text()[:9000]})]))
+    flags = ["--input", path, "--seq-length", 64, "--num-workers", workers]
+    assert run(tokenizer_dir, tmp_path / "rows", *flags)["sources"][0]["bad_records"] == 3
+    bad = [json.loads(line) for line in (tmp_path / "rows" / "bad_records.jsonl").read_text().splitlines()]
+    assert [entry["location"] for entry in bad] == [f"{path}:{line}" for line in (1, 2, 3)]
+    for entry, problem in zip(bad, ("not Unicode", "nested too deep", "not JSON"), strict=True):
+        assert entry["problem"].startswith(problem)
+
+
+def test_the_first_bad_record_is_named_where_all_are_bad(tokenizer_dir, inputs, tmp_path):
+    path, output = tmp_path / "bad.jsonl", tmp_path / "rows"
+    records = [{"text": "a b", "prompt": "c"}] * 3
+    path.write_text("\n".join(map(json.dumps, records)))
+    flags = ["--input", path, "--seq-length", 64, "--num-workers", 1]
+    message = (
+        f"--input: no record can be used; 3 records are bad, the first at {path}:1: has 'text' .*--text-field text"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(tokenizer_dir, output, *flags)
+    assert len((output / "bad_records.jsonl").read_text().splitlines()) == 3
+    path.write_text("\n".join(map(json.dumps, [*records, {"text": "a b"}])))
+    with pytest.raises(ValueError, match=f"fewer than one row; .*; 3 records are bad, the first at {path}:1: "):
+        run(tokenizer_dir, output, *flags)
+    good = ["--input", inputs / "novel.txt", *flags[2:]]
+    run(tokenizer_dir, output, *good)
+    assert not (output / "bad_records.jsonl").exists()
+
+
+def test_strict_run_does_not_take_what_a_tolerant_one_tokenised(tokenizer_dir, inputs, tmp_path):
+    flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64, "--num-workers", 1, "--work-dir", tmp_path / "work"]
+    run(tokenizer_dir, tmp_path / "a", *flags)
+    with pytest.raises(ValueError, match="--strict: bad record at .*notes.jsonl:11: not JSON"):
+        run(tokenizer_dir, tmp_path / "b", *flags, "--strict")
+
+
+def test_text_field_decides_between_text_and_prompt(tokenizer_dir, tmp_path):
+    path = tmp_path / "both.jsonl"
+    record = {"text": text()[:3000], "prompt": "Who?", "response": "Anne."}
+    path.write_text((json.dumps(record) + "\n") * 5)
+    flags = ["--input", path, "--seq-length", 64, "--num-workers", 1, "--work-dir", tmp_path / "work"]
+    with pytest.raises(ValueError, match="5 records are bad, .* has 'text' and also 'prompt' and 'response'"):
+        run(tokenizer_dir, tmp_path / "rows", *flags)
+    report = run(tokenizer_dir, tmp_path / "rows", *flags, "--text-field", "text")
+    assert report["sources"][0]["documents"] == 5
+    assert rows(tmp_path / "rows" / "train").column_names == ["input_ids"]
 
 
 def test_extra_validation_input(tokenizer_dir, inputs, tmp_path):
@@ -354,6 +463,26 @@ def test_work_dir_of_results_is_refused(tokenizer_dir, inputs, tmp_path):
     flags = ["--input", inputs / "notes.jsonl", "--seq-length", 64, "--work-dir", tmp_path / "rows" / "train"]
     with pytest.raises(ValueError, match="--work-dir .*train: results of --output-dir go there"):
         run(tokenizer_dir, tmp_path / "rows", *flags)
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--work-dir"])
+@pytest.mark.parametrize("source", ["--input", "--validation-input"])
+@pytest.mark.parametrize("below", ["", "rows", "a/rows"])
+def test_folders_in_an_input_are_refused_before_anything_is_written(
+    tokenizer_dir, inputs, tmp_path, flag, source, below
+):
+    texts = tmp_path / "texts"
+    shutil.copytree(inputs, texts)
+    before = files_of(tmp_path)
+    if not below:
+        shutil.copy(inputs / "novel.txt", texts / ".prepare_data")  # as if it were ours
+        before = files_of(tmp_path)
+    flags = ["--input", inputs / "novel.txt", "--seq-length", 64, "--num-workers", 1, source, texts]
+    message = f"{flag} {texts / below}: lies in the input {texts}, so the next run .*; take a folder outside of it"
+    with pytest.raises(ValueError, match=message):
+        run(tokenizer_dir, tmp_path / "rows", *flags, flag, texts / below)
+    assert files_of(tmp_path) == before
+    assert not (tmp_path / "rows").exists()
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[1]"])

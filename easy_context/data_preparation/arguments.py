@@ -53,7 +53,11 @@ def _add_input_flags(group) -> None:
     group.add_argument(
         "--validation-input", nargs="+", default=[], metavar="[NAME=]SOURCE", help="sources that only validate"
     )
-    group.add_argument("--text-field", default="text", help="field of the text in JSON, parquet and datasets")
+    group.add_argument(
+        "--text-field",
+        help="field of the text in JSON, parquet and datasets, taken whatever else a record holds; without this "
+        'flag "text", where a record holds neither messages nor prompt and response',
+    )
     group.add_argument(
         "--document-start",
         metavar="REGEX",
@@ -131,6 +135,9 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     sources = [parse_source(text) for text in values.input]
     validation_sources = [parse_source(text, "--validation-input") for text in values.validation_input]
     _check_names([*sources, *validation_sources])
+    for flag, folder in (("--output-dir", values.output_dir), ("--work-dir", values.work_dir)):
+        if folder is not None:
+            _check_outside(flag, folder, [*sources, *validation_sources])
     settings = Settings(
         sources=sources,
         tokenizer=values.tokenizer,
@@ -190,6 +197,15 @@ def _check_folders(output_dir: Path, work_dir: Path | None) -> None:
         check_folder("--work-dir", work_dir)
         if work_dir.resolve() in [(output_dir / name).resolve() for name in (*RESULTS, STAGING)]:
             raise ValueError(f"--work-dir {work_dir}: results of --output-dir go there; take another folder")
+
+
+def _check_outside(flag: str, folder: Path, sources: list[Source]) -> None:
+    for source in sources:
+        if not source.on_hub and Path(source.location).resolve() in (folder.resolve(), *folder.resolve().parents):
+            raise ValueError(
+                f"{flag} {folder}: lies in the input {source.location}, so the next run would read what this one "
+                "writes; take a folder outside of it"
+            )
 
 
 def _retrieval_settings(values: argparse.Namespace) -> RetrievalSettings:

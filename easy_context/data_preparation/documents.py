@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,19 @@ class DocumentTokenizer:
     Args:
         tokenizer: a Hugging Face tokenizer, fast or not.
         separator_id: token between documents.
-        text_field: the field of plain text.
+        text_field: the field of plain text, which then is taken whatever else a record holds. None: "text", and a
+            record with messages is a chat.
+
+    Attributes:
+        fields: those that are looked at.
     """
 
-    def __init__(self, tokenizer: Any, separator_id: int, text_field: str = "text"):
+    def __init__(self, tokenizer: Any, separator_id: int, text_field: str | None = None):
         self.tokenizer = tokenizer
         self.separator_id = separator_id
-        self.text_field = text_field
+        self.text_field = text_field or "text"
+        self.text_first = text_field is not None
+        self.fields = (self.text_field, "messages", "prompt", "response")
         first = tokenizer("a")["input_ids"][:1]
         self.start_ids = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
 
@@ -59,30 +65,55 @@ class DocumentTokenizer:
         if record.data is None:
             return TokenisedDocument(record.location, problem=record.problem)
         try:
-            parts = self._parts(record.data)
+            return self._tokenise(record)
         except ValueError as error:
             return TokenisedDocument(record.location, problem=str(error))
+        except Exception as error:  # each tokenizer and chat template has errors of its own
+            return TokenisedDocument(record.location, problem=f"{type(error).__name__}: {error}")
+
+    def _tokenise(self, record: Record) -> TokenisedDocument:
+        kind = self._kind(record.data)
+        parts = self._parts(record.data, kind)
         tokens = [self._encode(text) for text, _ in parts]
         # A chat template may spell the BOS token out.
         start = [] if tokens[0][:1] == self.start_ids else self.start_ids
         ids = np.concatenate([start, *tokens, [self.separator_id]]).astype(np.uint32)
-        if all(learned for _, learned in parts):
+        if kind == "text":
             return TokenisedDocument(record.location, ids)
         learn = [np.full(len(start), False)]
         learn += [np.full(len(part), learned) for part, (_, learned) in zip(tokens, parts, strict=True)]
-        learn.append(np.array([parts[-1][1]]))
+        # A chat has ended already, in its template's own way; a response ends with the separator.
+        learn.append(np.array([kind == "pair"]))
         return TokenisedDocument(record.location, ids, np.concatenate(learn))
 
     def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"not Unicode: {error}") from error
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _parts(self, data: dict[str, Any]) -> list[tuple[str, bool]]:
+    def _kind(self, data: dict[str, Any]) -> str:
+        """Say what a record holds: "text", a "chat", or a "pair" of prompt and response; null counts as not there."""
+        given = [name for name in self.fields if data.get(name) is not None]
+        if self.text_first and self.text_field in given:
+            return "text"
+        if "messages" in given:
+            return "chat"
+        pair = [name for name in given if name in ("prompt", "response")]
+        if pair and self.text_field in given and str(data[self.text_field]).strip():
+            raise ValueError(
+                f"has {self.text_field!r} and also {' and '.join(map(repr, pair))}; --text-field {self.text_field} "
+                f"takes {self.text_field!r}, and where that is left out prompt and response are taken"
+            )
+        return "pair" if pair else "text"
+
+    def _parts(self, data: dict[str, Any], kind: str) -> list[tuple[str, bool]]:
         """Split a record into pieces of text, each with whether it is learned."""
-        if data.get("messages") is not None:
+        if kind == "chat":
             return self._chat_parts(data["messages"])
-        if "prompt" in data or "response" in data:
-            prompt, response = _text_of(data, "prompt", empty=True), _text_of(data, "response")
-            return [(prompt, False), (response, True)]
+        if kind == "pair":
+            return [(_text_of(data, "prompt", empty=True), False), (_text_of(data, "response"), True)]
         return [(_text_of(data, self.text_field), True)]
 
     def _chat_parts(self, messages: Any) -> list[tuple[str, bool]]:
@@ -115,7 +146,7 @@ def _text_of(data: dict[str, Any], field: str, empty: bool = False) -> str:
         raise ValueError(f"no field {field!r} (fields: {found})")
     text = data[field]
     if not isinstance(text, str):
-        raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
+        raise ValueError(f"field {field!r} is {'null' if text is None else type(text).__name__}, not text")
     if not empty and not text.strip():
         raise ValueError(f"field {field!r} is empty")
     return text
@@ -137,12 +168,26 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     batch, size = [], 0
     for record in records:
         batch.append(record)
-        size += sum(len(value) for value in (record.data or {}).values() if isinstance(value, str))
+        size += _size(record.data)
         if size >= BATCH_CHARACTERS or len(batch) == BATCH_RECORDS:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _size(data: Any) -> int:
+    """Return the characters in a record, at any depth; all that is not text counts as a few."""
+    size, waiting = 0, [data]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            size += len(value) if isinstance(value, str | bytes) else 8
+    return size
 
 
 _worker_tokenizer: DocumentTokenizer | None = None
@@ -165,6 +210,13 @@ def _end_with_parent() -> None:
 
 def _tokenise_batch(batch: list[Record]) -> list[TokenisedDocument]:
     return [_worker_tokenizer(record) for record in batch]
+
+
+def _documents(batch: list[Record], future: Future, document_tokenizer: DocumentTokenizer) -> list[TokenisedDocument]:
+    try:
+        return future.result()
+    except RecursionError:  # a record nested too deep to be sent to a worker: take the batch here
+        return [document_tokenizer(record) for record in batch]
 
 
 def tokenise(
@@ -190,11 +242,11 @@ def tokenise(
         try:
             pending = deque()
             for batch in _batches(records):
-                pending.append(pool.submit(_tokenise_batch, batch))
+                pending.append((batch, pool.submit(_tokenise_batch, batch)))
                 if len(pending) >= 2 * workers:
-                    yield from pending.popleft().result()
+                    yield from _documents(*pending.popleft(), document_tokenizer)
             while pending:
-                yield from pending.popleft().result()
+                yield from _documents(*pending.popleft(), document_tokenizer)
         except BaseException:  # an interrupt, or nobody wants the rest: do not wait for what is under way
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:

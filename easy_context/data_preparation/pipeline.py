@@ -31,6 +31,7 @@ from easy_context.data_preparation.rows import Row, write_rows
 from easy_context.data_preparation.settings import Settings, run_digest, source_digest, tokenizer_digest
 from easy_context.data_preparation.sources import Source, read_source
 from easy_context.data_preparation.token_store import TokenStore, fill_token_store
+from easy_context.data_preparation.uses import count_uses, first_tokens
 
 
 def find_separator(tokenizer: Any, separator: str | None) -> int:
@@ -67,7 +68,7 @@ def _tokenise_source(
 
         return fill_token_store(
             folder,
-            read_source(source, settings.document_start),
+            read_source(source, settings.document_start, document_tokenizer.fields),
             partial(tokenise, document_tokenizer=document_tokenizer, workers=workers),
             settings.strict,
             count,
@@ -117,6 +118,8 @@ def prepare(
             claims.enter_context(claim_folder("--work-dir", work_dir))
         refuse_foreign_files(output_dir)
         stores = _fill_stores(settings, digests, tokenizer, work_dir or output_dir / WORK, workers)
+        if not (output_dir / "report.json").exists():  # of use where the run fails, too
+            _write_bad_records(stores, output_dir / "bad_records.jsonl")
         staging = output_dir / STAGING
         shutil.rmtree(staging, ignore_errors=True)
         try:
@@ -158,7 +161,10 @@ def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, 
     def add_facts(index: int, row: Row) -> Row:
         if not writer.takes(index):
             return row
-        return writer(settings.random_generator(RETRIEVAL, settings.seq_length, index), row)
+        row = writer(settings.random_generator(RETRIEVAL, settings.seq_length, index), row)
+        train_rows = plans["train"].rows
+        train_rows[index] = first_tokens(train_rows[index], row.text_tokens)  # the report counts what is written
+        return row
 
     transforms = {"train": add_facts, "validation": lambda index, row: row}
     counts = {}
@@ -169,9 +175,10 @@ def _write_splits(settings: Settings, stores: list[TokenStore], tokenizer: Any, 
         else:
             counts[split] = {"rows": 0, "tokens": 0, "learned_tokens": 0}
     _write_bad_records(stores, folder / "bad_records.jsonl")
-    report = build_report(settings, stores, plans, counts)
+    uses = {split: count_uses(plan.rows, stores) for split, plan in plans.items()}
+    report = build_report(settings, stores, plans, uses, counts)
     report["retrieval"] = {"rows": writer.rows, "facts": writer.facts}
-    draw_lengths(settings, stores, plans["train"], folder / "lengths.png")
+    draw_lengths(settings, stores, uses["train"], folder / "lengths.png")
     return report
 
 

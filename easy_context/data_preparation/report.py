@@ -9,8 +9,10 @@ import numpy as np
 from easy_context.data_preparation.planning import SplitPlan
 from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.token_store import TokenStore
+from easy_context.data_preparation.uses import Uses
 
 PERCENTILES = (0, 10, 50, 90, 100)
+WORTH_A_NOTE = 0.05  # tokens of a source drawn too many or too few, as a share of those it holds
 
 
 def _documents_by_fit(plan: SplitPlan, stores: list[TokenStore]) -> dict[str, int]:
@@ -20,12 +22,12 @@ def _documents_by_fit(plan: SplitPlan, stores: list[TokenStore]) -> dict[str, in
     return {"documents_whole": int(whole), "documents_cut": len(starts) - int(whole)}
 
 
-def _notes(settings: Settings, plans: dict[str, SplitPlan]) -> list[str]:
+def _notes(settings: Settings, plans: dict[str, SplitPlan], uses: dict[str, list[Uses]]) -> list[str]:
     """Say where the rows are not what the flags may lead to expect."""
     notes = []
     if settings.validation_fraction:
-        held = zip(settings.sources, plans["validation"].uses, strict=False)  # behind these: the validation inputs
-        without = [source.name for source, uses in held if not uses.any()]
+        held = zip(settings.sources, uses["validation"], strict=False)  # behind these: the validation inputs
+        without = [source.name for source, use in held if not use.times.any()]
         if without:
             notes.append(
                 f"--validation-fraction {settings.validation_fraction} holds out nothing of {', '.join(without)}: a "
@@ -33,27 +35,54 @@ def _notes(settings: Settings, plans: dict[str, SplitPlan]) -> list[str]:
             )
     passes = plans["train"].passes
     if passes > 1:
-        used = sum(int((uses > 1).sum()) for uses in plans["train"].uses)
+        used = sum(int((use.times > 1).sum()) for use in uses["train"])
         notes.append(
             f"--train-tokens {settings.train_tokens} is more than one pass over the documents gives: {passes} passes, "
             f"{used:,} documents are used more than once"
         )
+    return notes + _upsampling_notes(settings, plans["train"])
+
+
+def _upsampling_notes(settings: Settings, plan: SplitPlan) -> list[str]:
+    notes = []
+    for source, drawn, tokens in zip(
+        settings.sources, plan.drawn_tokens / plan.passes, plan.source_tokens, strict=True
+    ):
+        if abs(drawn - tokens) > WORTH_A_NOTE * tokens:
+            notes.append(
+                f"--upsample-long {settings.upsample_long:g} draws {drawn:,.0f} tokens a pass from {source.name}, "
+                f"which holds {tokens:,}: few documents make up much of it, and each is used whole or not at all; "
+                "over more passes (--train-tokens) this evens out"
+            )
     return notes
 
 
 def build_report(
-    settings: Settings, stores: list[TokenStore], plans: dict[str, SplitPlan], counts: dict[str, dict[str, int]]
+    settings: Settings,
+    stores: list[TokenStore],
+    plans: dict[str, SplitPlan],
+    uses: dict[str, list[Uses]],
+    counts: dict[str, dict[str, int]],
 ) -> dict[str, Any]:
-    """Collect settings, counts of each source and of each split."""
+    """Collect settings, counts of each source and of each split.
+
+    Args:
+        settings: of the run.
+        stores: of all sources, those for training first.
+        plans: of each split.
+        uses: of each split, what stands in its rows, by source.
+        counts: of each split, what `write_rows` returned.
+    """
     import datasets
     import transformers
 
     names = [source.name for source in [*settings.sources, *settings.validation_sources]]
     total = sum(int(store.lengths.sum()) for store in stores)
+    train_total = sum(int(use.tokens.sum()) for use in uses["train"])
     sources = []
     for number, (name, store) in enumerate(zip(names, stores, strict=True)):
         lengths = store.lengths
-        used = plans["train"].uses[number] if number < len(settings.sources) else np.zeros_like(lengths)
+        used = uses["train"][number]
         sources.append(
             {
                 "name": name,
@@ -62,10 +91,11 @@ def build_report(
                 "share": round(float(lengths.sum()) / max(total, 1), 4),
                 "bad_records": store.problems,
                 "length_percentiles": {str(p): int(np.percentile(lengths, p)) for p in PERCENTILES if len(lengths)},
-                "validation_documents": int(plans["validation"].uses[number].sum()),
-                "train_document_uses": int(used.sum()),
-                "planned_train_tokens": int((used * lengths).sum()),
-                "documents_used_more_than_once": int((used > 1).sum()),
+                "validation_documents": int(uses["validation"][number].times.sum()),
+                "train_document_uses": int(used.times.sum()),
+                "train_tokens": int(used.tokens.sum()),
+                "train_share": round(float(used.tokens.sum()) / max(train_total, 1), 4),
+                "documents_used_more_than_once": int((used.times > 1).sum()),
             }
         )
     splits = {
@@ -73,7 +103,7 @@ def build_report(
             **counts[split],
             **_documents_by_fit(plan, stores),
             "passes": plan.passes,
-            "tokens_left_out": plan.rest_tokens,
+            "tokens_left_out": int(plan.drawn_tokens.sum()) - sum(int(use.tokens.sum()) for use in uses[split]),
         }
         for split, plan in plans.items()
     }
@@ -81,14 +111,14 @@ def build_report(
     return {
         "sources": sources,
         "splits": splits,
-        "notes": _notes(settings, plans),
+        "notes": _notes(settings, plans, uses),
         "settings": asdict(settings),
         "versions": versions,
     }
 
 
-def draw_lengths(settings: Settings, stores: list[TokenStore], plan: SplitPlan, path: Path) -> None:
-    """Draw, for each source, the tokens that stand in documents of each length: as read, and as planned for training.
+def draw_lengths(settings: Settings, stores: list[TokenStore], uses: list[Uses], path: Path) -> None:
+    """Draw, for each source, the tokens that stand in documents of each length: as read, and in the train rows.
 
     Bins double in length. Tokens, not documents, are counted, because the tail that matters for long context is
     invisible among the many short documents.
@@ -103,11 +133,11 @@ def draw_lengths(settings: Settings, stores: list[TokenStore], plan: SplitPlan, 
     edges = 2.0 ** np.arange(0, np.ceil(np.log2(longest)) + 1.5)
     axes_row = figure.subplots(1, columns, squeeze=False)[0]
     for number, (source, axes) in enumerate(zip(settings.sources, axes_row, strict=True)):
-        lengths, uses = stores[number].lengths, plan.uses[number] / max(plan.passes, 1)
+        lengths = stores[number].lengths
         read, _ = np.histogram(lengths, edges, weights=lengths / 1e6)
-        used, _ = np.histogram(lengths, edges, weights=lengths * uses / 1e6)
+        used, _ = np.histogram(lengths, edges, weights=uses[number].tokens / 1e6)
         axes.stairs(read, edges, fill=True, color="#c6d4e1", label="as read")
-        axes.stairs(used, edges, color="#b3452c", linewidth=1.6, label="per training pass")
+        axes.stairs(used, edges, color="#b3452c", linewidth=1.6, label="in the train rows")
         axes.axvline(settings.seq_length, color="black", linestyle=":", linewidth=1.2, label="row length")
         axes.set_xscale("log", base=2)
         axes.set(title=f"{source.name}: {len(lengths):,} documents", xlabel="tokens of the document")

@@ -30,18 +30,24 @@ def choose_validation(lengths: np.ndarray, fraction: float, rng: np.random.Gener
     return chosen
 
 
-def upsample_long_documents(lengths: np.ndarray, long_from: int, factor: float, rng: np.random.Generator) -> np.ndarray:
-    """Decide how often each document of one source is used in a pass, so that long ones make up a larger share.
+def upsample_long_documents(
+    lengths: np.ndarray, long_from: int, factor: float, rng: np.random.Generator, number: int = 0
+) -> np.ndarray:
+    """Decide how often each document of one source is used in pass `number`, so that long ones make up a larger share.
 
     Long documents weigh `factor` times as much against short ones, while the source keeps its number of tokens, hence
     the sources keep their mix: "per-source length upsampling" of https://arxiv.org/abs/2402.10171. Long documents
-    then appear more than once and some short ones not at all; which ones, changes from pass to pass with `rng`.
+    then appear more than once and some short ones not at all.
+
+    The expected uses of every document, and so the expected tokens of the source, are exact in each pass. In one pass
+    the tokens miss that by at most two long and two short documents, and so they do in all passes together.
 
     Args:
         lengths: int64 `[documents]`, tokens.
         long_from: documents of at least so many tokens are long.
         factor: 1 leaves every document once.
-        rng: chooses the documents of the fractional part.
+        rng: must be in the same state at each pass, because a pass goes on where the one before it stopped.
+        number: of the pass, from 0.
 
     Returns:
         int64 `[documents]`, uses of each document.
@@ -53,10 +59,19 @@ def upsample_long_documents(lengths: np.ndarray, long_from: int, factor: float, 
         return uses
     short_rate = (long_tokens + short_tokens) / (factor * long_tokens + short_tokens)
     for group, rate in ((long, factor * short_rate), (~long, short_rate)):
-        documents = rng.permutation(np.flatnonzero(group))
-        uses[documents] = int(rate)
-        wanted = (rate - int(rate)) * lengths[documents].sum()
-        before = np.cumsum(lengths[documents]) - lengths[documents]
-        # A document joins when at least half of it fits, which keeps the expected number of tokens.
-        uses[documents[before + lengths[documents] / 2 <= wanted]] += 1
+        uses[group] = _uses_in_pass(lengths[group], rate, rng, number)
     return uses
+
+
+def _uses_in_pass(lengths: np.ndarray, rate: float, rng: np.random.Generator, number: int) -> np.ndarray:
+    """Return how often each document is met in one pass that takes `rate` of all tokens.
+
+    The documents lie in random order on a circle, as long as they are. From a random start every pass walks on over
+    `rate` of a turn, and uses a document whenever it crosses one random point in it. So a document is used `rate` times
+    in expectation (systematic sampling), and over all passes no document is used two times more than another.
+    """
+    order = rng.permutation(len(lengths))
+    points = np.empty(len(lengths))
+    points[order] = np.cumsum(lengths[order]) - rng.random(len(lengths)) * lengths[order]
+    points = points / lengths.sum() - rng.random()
+    return (np.floor((number + 1) * rate - points) - np.floor(number * rate - points)).astype(np.int64)

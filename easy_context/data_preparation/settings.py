@@ -11,6 +11,8 @@ import numpy as np
 from easy_context.data_preparation.retrieval import RetrievalSettings
 from easy_context.data_preparation.sources import Source, list_files
 
+TOKENS_VERSION = 2  # raised where the same records give other tokens or labels, so that old ones are not taken
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,7 +22,7 @@ class Settings:
     tokenizer: str
     seq_length: int
     validation_sources: list[Source] = field(default_factory=list)
-    text_field: str = "text"
+    text_field: str | None = None
     document_start: str | None = None
     separator: str | None = None
     validation_fraction: float = 0.0
@@ -61,7 +63,8 @@ def source_digest(source: Source, settings: Settings, rules: str) -> str:
         for path in list_files(Path(source.location)):
             parts = [path] if path.is_file() else sorted(path.iterdir())
             files += [[str(part), part.stat().st_size, part.stat().st_mtime_ns] for part in parts]
-    return digest([source.location, files, rules, settings.text_field, settings.document_start, settings.separator])
+    options = [settings.text_field, settings.document_start, settings.separator]
+    return digest([TOKENS_VERSION, source.location, files, rules, *options])
 
 
 def run_digest(settings: Settings, source_digests: list[str]) -> str:

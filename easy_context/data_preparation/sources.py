@@ -5,7 +5,7 @@ import gzip
 import json
 import lzma
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +16,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 HUB_PREFIX = "hub:"
+BATCH_ROWS, BATCH_BYTES = 256, 1 << 24  # most rows, and bytes of them, that are read of a table at once
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,17 @@ def list_files(path: Path, flag: str = "--input") -> list[Path]:
     return files
 
 
-def read_source(source: Source, document_start: str | None = None) -> Iterator[Record]:
+def read_source(
+    source: Source, document_start: str | None = None, fields: Collection[str] | None = None
+) -> Iterator[Record]:
     """Yield every record of a source in a fixed order, holding one at a time.
 
     Args:
         source: what to read.
         document_start: regular expression; in text files a document begins at each line it matches. Without it a text
             file is one document.
+        fields: what is read of parquet files and saved datasets, where there may be many columns; the others are None
+            in the records. None: all.
 
     Raises:
         ValueError: a file or dataset that cannot be read; names it.
@@ -113,7 +118,7 @@ def read_source(source: Source, document_start: str | None = None) -> Iterator[R
         yield from _naming(source.location, _read_hub(source.location))
         return
     for path in list_files(Path(source.location)):
-        yield from _naming(path, _read_path(path, document_start))
+        yield from _naming(path, _read_path(path, document_start, fields))
 
 
 def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]:
@@ -126,14 +131,14 @@ def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]
         ) from error
 
 
-def _read_path(path: Path, document_start: str | None) -> Iterator[Record]:
+def _read_path(path: Path, document_start: str | None, fields: Collection[str] | None) -> Iterator[Record]:
     if path.is_dir():
-        return _read_saved_dataset(path)
+        return _read_saved_dataset(path, fields)
     if file_suffix(path) in TEXT_SUFFIXES:
         return _read_text(path, document_start)
     if file_suffix(path) in JSON_SUFFIXES:
         return _read_json_lines(path)
-    return _read_parquet(path)
+    return _read_parquet(path, fields)
 
 
 def _open(path: Path) -> BinaryIO:
@@ -173,28 +178,57 @@ def _json_record(location: str, line: bytes) -> Record:
         data = json.loads(line)
     except ValueError as error:  # also a line that is not UTF-8
         return Record(location, None, f"not JSON: {error}")
+    except RecursionError:
+        return Record(location, None, "nested too deep")
     if not isinstance(data, dict):
         return Record(location, None, f"a JSON object is needed, this is a {type(data).__name__}")
     return Record(location, data)
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_parquet(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
     import pyarrow.parquet
 
-    row = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256):
-            for data in batch.to_pylist():
-                row += 1
-                yield Record(f"{path}:{row}", data)
+        columns = _columns(file.schema_arrow.names, fields)
+        batches = file.iter_batches(_batch_rows(file.metadata, columns), columns=columns)
+        yield from _table_records(path, batches, file.schema_arrow.names)
 
 
-def _read_saved_dataset(path: Path) -> Iterator[Record]:
+def _batch_rows(metadata: Any, columns: list[str]) -> int:
+    """Return how many rows of a parquet file hold about `BATCH_BYTES`, by the fullest of its row groups."""
+    rows = BATCH_ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        size = sum(x.total_uncompressed_size for x in chunks if x.path_in_schema.partition(".")[0] in columns)
+        rows = min(rows, BATCH_BYTES * group.num_rows // max(size, 1))
+    return max(rows, 1)
+
+
+def _read_saved_dataset(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
     from datasets import load_from_disk
 
-    dataset = load_from_disk(str(path))
-    for row, data in enumerate(dataset, start=1):
-        yield Record(f"{path}:{row}", data)
+    dataset = load_from_disk(str(path)).with_format("arrow")
+    columns = _columns(dataset.column_names, fields)
+    yield from _table_records(path, dataset.select_columns(columns).iter(BATCH_ROWS), dataset.column_names)
+
+
+def _columns(names: list[str], fields: Collection[str] | None) -> list[str]:
+    """Return the columns to read: those in `fields`, else the first, because a table without columns has no rows."""
+    return [name for name in names if fields is None or name in fields] or names[:1]
+
+
+def _table_records(path: Path, batches: Iterable[Any], names: list[str]) -> Iterator[Record]:
+    """Yield the rows of Arrow tables, with all `names` as fields, one at a time, so that a bad one spoils no other."""
+    row = 0
+    for batch in batches:
+        for start in range(batch.num_rows):
+            row += 1
+            try:
+                (data,) = batch.slice(start, 1).to_pylist()
+            except ValueError as error:  # a string that is not UTF-8
+                yield Record(f"{path}:{row}", None, f"cannot be read: {error}")
+            else:
+                yield Record(f"{path}:{row}", dict.fromkeys(names) | data)
 
 
 def _read_hub(location: str) -> Iterator[Record]:

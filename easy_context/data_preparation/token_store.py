@@ -1,4 +1,7 @@
-"""Tokenised documents of one source on disk, in shards, so that an interrupted run continues where it was."""
+"""Tokenised documents of one source on disk, in shards, so that an interrupted run continues behind the last whole one.
+
+Shards grow with what is done: so little is lost to an interruption, and a large source still has few files.
+"""
 
 import itertools
 import json
@@ -11,7 +14,8 @@ import numpy as np
 from easy_context.data_preparation.documents import TokenisedDocument
 from easy_context.data_preparation.sources import Record
 
-SHARD_TOKENS = 1 << 24
+FIRST_SHARD_TOKENS, MOST_SHARD_TOKENS = 1 << 20, 1 << 24
+SHARD_SHARE = 1 / 8  # of the tokens in the shards before it
 SHARD_RECORDS = 1 << 16
 
 
@@ -27,23 +31,22 @@ class TokenStore:
     def __init__(self, folder: Path):
         self.folder = folder
         self._shards = list(_finished_shards(folder))
+        self.problems = sum(_meta(shard)["problems"] for shard in self._shards)
         lengths = [np.load(shard / "lengths.npy") for shard in self._shards]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._first_document = np.cumsum([0] + [len(part) for part in lengths])
         self._starts = [np.concatenate([[0], np.cumsum(part)]) for part in lengths]
-        self._maps: dict[Path, np.memmap] = {}
-        self.problems = sum(_meta(shard)["problems"] for shard in self._shards)
-        self.has_prompts = any((shard / "learn.bin").exists() for shard in self._shards)
+        self._with_prompts = {number for number, shard in enumerate(self._shards) if (shard / "learn.bin").exists()}
+        self.has_prompts = bool(self._with_prompts)
 
     def read(self, document: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids (uint32) and learn (bool) of tokens `start:end` of a document, both `[end - start]`."""
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
         offset = int(self._starts[number][document - self._first_document[number]])
-        part = slice(offset + start, offset + end)
         shard = self._shards[number]
-        ids = self._map(shard / "tokens.bin", np.uint32)[part]
-        if (shard / "learn.bin").exists():
-            return ids, self._map(shard / "learn.bin", np.bool_)[part]
+        ids = _read_array(shard / "tokens.bin", np.uint32, offset + start, offset + end)
+        if number in self._with_prompts:
+            return ids, _read_array(shard / "learn.bin", np.bool_, offset + start, offset + end)
         return ids, np.ones(len(ids), np.bool_)
 
     def bad_records(self) -> Iterator[dict[str, str]]:
@@ -52,10 +55,13 @@ class TokenStore:
             with (shard / "problems.jsonl").open() as file:
                 yield from map(json.loads, file)
 
-    def _map(self, path: Path, dtype: type) -> np.ndarray:
-        if path not in self._maps:
-            self._maps[path] = np.memmap(path, dtype, mode="r")
-        return self._maps[path]
+
+def _read_array(path: Path, dtype: type, start: int, end: int) -> np.ndarray:
+    """Read elements `start:end`; no file stays open, because a large source has more than a process may open."""
+    size = np.dtype(dtype).itemsize
+    with open(path, "rb", buffering=0) as file:
+        file.seek(size * start)
+        return np.frombuffer(file.read(size * (end - start)), dtype)
 
 
 def fill_token_store(
@@ -77,17 +83,29 @@ def fill_token_store(
     Raises:
         ValueError: a bad record, if strict.
     """
+    store = TokenStore(folder)
+    bad_record = next(store.bad_records(), None) if strict else None  # that an earlier run only counted
+    if bad_record:
+        raise _bad_record_error(**bad_record)
     if (folder / "complete").exists():
-        return TokenStore(folder)
+        return store
     folder.mkdir(parents=True, exist_ok=True)
     shards = list(_finished_shards(folder))
     done = sum(_meta(shard)["records"] for shard in shards)
+    tokens = int(store.lengths.sum())
     documents = tokenise(itertools.islice(records, done, None))
     for number in itertools.count(len(shards)):
-        if not _write_shard(folder / f"shard-{number:05d}", documents, strict, on_document):
+        shard = folder / f"shard-{number:05d}"
+        most_tokens = min(max(int(tokens * SHARD_SHARE), FIRST_SHARD_TOKENS), MOST_SHARD_TOKENS)
+        if not _write_shard(shard, documents, most_tokens, strict, on_document):
             break
+        tokens += int(np.load(shard / "lengths.npy").sum())
     (folder / "complete").touch()
     return TokenStore(folder)
+
+
+def _bad_record_error(location: str, problem: str) -> ValueError:
+    return ValueError(f"--strict: bad record at {location}: {problem}")
 
 
 def _finished_shards(folder: Path) -> Iterator[Path]:
@@ -108,10 +126,14 @@ def _meta(shard: Path) -> dict[str, int]:
 def _write_shard(
     shard: Path,
     documents: Iterator[TokenisedDocument],
+    most_tokens: int,
     strict: bool,
     on_document: Callable[[TokenisedDocument], None],
 ) -> bool:
-    """Write one shard under a passing name and rename it once whole; return False where no document was left."""
+    """Write one shard under a passing name and rename it once whole; return False where no document was left.
+
+    It ends with the document that makes it `most_tokens` or more.
+    """
     part = shard.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -127,7 +149,7 @@ def _write_shard(
             on_document(document)
             if document.problem is not None:
                 if strict:
-                    raise ValueError(f"--strict: bad record at {document.location}: {document.problem}")
+                    raise _bad_record_error(document.location, document.problem)
                 problems += 1
                 problem_file.write(json.dumps({"location": document.location, "problem": document.problem}) + "\n")
             else:
@@ -137,7 +159,7 @@ def _write_shard(
                 prompts |= document.learn is not None
                 lengths.append(len(document.ids))
                 tokens += len(document.ids)
-            if tokens >= SHARD_TOKENS or records >= SHARD_RECORDS:
+            if tokens >= most_tokens or records >= SHARD_RECORDS:
                 break
     if not records:
         shutil.rmtree(part)
