@@ -11,7 +11,7 @@ _TITLES = """
 """
 _OTHERS = "Mt Ft vs cf viz e.g i.e"
 ABBREVIATIONS = frozenset((_TITLES + _OTHERS).split())
-_END = re.compile(r"([.!?]+)[\"'”’)\]]*(?=\s|$)")
+_END = re.compile(r"(?<![.!?])([.!?]+)[\"'”’)\]]*(?=\s|$)")
 _LAST_WORD = re.compile(r"[\w.]+$")
 _INITIALS = re.compile(r"([A-Z]\.)*[A-Z]")
 _LONGEST_WORD = 32  # look back no further for a word that may be an abbreviation
