@@ -293,6 +293,14 @@ def test_strict_run_does_not_take_what_a_tolerant_one_tokenised(tokenizer_dir, i
         run(tokenizer_dir, tmp_path / "b", *flags, "--strict")
 
 
+def test_text_files_stand_beside_records_with_another_text_field(tokenizer_dir, tmp_path):
+    (tmp_path / "a.txt").write_text(text()[:3000])
+    (tmp_path / "b.jsonl").write_text(json.dumps({"body": text()[:3000]}) + "\n")
+    flags = ["--input", tmp_path / "a.txt", tmp_path / "b.jsonl", "--text-field", "body", "--seq-length", 64]
+    report = run(tokenizer_dir, tmp_path / "rows", *flags)
+    assert [(source["documents"], source["bad_records"]) for source in report["sources"]] == [(1, 0), (1, 0)]
+
+
 def test_text_field_decides_between_text_and_prompt(tokenizer_dir, tmp_path):
     path = tmp_path / "both.jsonl"
     record = {"text": text()[:3000], "prompt": "Who?", "response": "Anne."}

@@ -68,7 +68,7 @@ def _tokenise_source(
 
         return fill_token_store(
             folder,
-            read_source(source, settings.document_start, document_tokenizer.fields),
+            read_source(source, settings.document_start, document_tokenizer.fields, document_tokenizer.text_field),
             partial(tokenise, document_tokenizer=document_tokenizer, workers=workers),
             settings.strict,
             count,

@@ -100,7 +100,10 @@ def list_files(path: Path, flag: str = "--input") -> list[Path]:
 
 
 def read_source(
-    source: Source, document_start: str | None = None, fields: Collection[str] | None = None
+    source: Source,
+    document_start: str | None = None,
+    fields: Collection[str] | None = None,
+    text_field: str = "text",
 ) -> Iterator[Record]:
     """Yield every record of a source in a fixed order, holding one at a time.
 
@@ -110,6 +113,7 @@ def read_source(
             file is one document.
         fields: what is read of parquet files and saved datasets, where there may be many columns; the others are None
             in the records. None: all.
+        text_field: the field in which the records of text files have their text.
 
     Raises:
         ValueError: a file or dataset that cannot be read; names it.
@@ -118,7 +122,7 @@ def read_source(
         yield from _naming(source.location, _read_hub(source.location))
         return
     for path in list_files(Path(source.location)):
-        yield from _naming(path, _read_path(path, document_start, fields))
+        yield from _naming(path, _read_path(path, document_start, fields, text_field))
 
 
 def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]:
@@ -131,11 +135,13 @@ def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]
         ) from error
 
 
-def _read_path(path: Path, document_start: str | None, fields: Collection[str] | None) -> Iterator[Record]:
+def _read_path(
+    path: Path, document_start: str | None, fields: Collection[str] | None, text_field: str
+) -> Iterator[Record]:
     if path.is_dir():
         return _read_saved_dataset(path, fields)
     if file_suffix(path) in TEXT_SUFFIXES:
-        return _read_text(path, document_start)
+        return _read_text(path, document_start, text_field)
     if file_suffix(path) in JSON_SUFFIXES:
         return _read_json_lines(path)
     return _read_parquet(path, fields)
@@ -145,25 +151,25 @@ def _open(path: Path) -> BinaryIO:
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
-def _read_text(path: Path, document_start: str | None) -> Iterator[Record]:
+def _read_text(path: Path, document_start: str | None, text_field: str) -> Iterator[Record]:
     pattern = re.compile(document_start) if document_start else None
     lines: list[bytes] = []
     first_line = 1
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if pattern and lines and pattern.search(line.decode(errors="replace")):
-                yield _text_record(f"{path}:{first_line}", lines)
+                yield _text_record(f"{path}:{first_line}", lines, text_field)
                 lines, first_line = [], number
             lines.append(line)
-    yield _text_record(f"{path}:{first_line}", lines)
+    yield _text_record(f"{path}:{first_line}", lines, text_field)
 
 
-def _text_record(location: str, lines: list[bytes]) -> Record:
+def _text_record(location: str, lines: list[bytes], text_field: str) -> Record:
     try:
         text = b"".join(lines).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         return Record(location, None, f"not UTF-8: {error}")
-    return Record(location, {"text": text})
+    return Record(location, {text_field: text})
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
