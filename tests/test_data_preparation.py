@@ -13,12 +13,13 @@ import psutil
 import pytest
 from tokenizer_styles import tokenizer_of_style
 
-from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument, _batches, tokenise
+from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument
 from easy_context.data_preparation.packing import Segment, pack
 from easy_context.data_preparation.sampling import choose_validation, upsample_long_documents
 from easy_context.data_preparation.sources import Record, Source, _batch_rows, parse_source, read_source
 from easy_context.data_preparation.token_store import TokenStore, fill_token_store
 from easy_context.data_preparation.uses import count_uses, first_tokens
+from easy_context.data_preparation.workers import _batches, tokenise
 
 
 def read(path, document_start=None):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from easy_context.data_preparation.documents import DocumentTokenizer, tokenise
+from easy_context.data_preparation.documents import DocumentTokenizer
 from easy_context.data_preparation.folders import (
     STAGING,
     WORK,
@@ -32,6 +32,7 @@ from easy_context.data_preparation.settings import Settings, run_digest, source_
 from easy_context.data_preparation.sources import Source, read_source
 from easy_context.data_preparation.token_store import TokenStore, fill_token_store
 from easy_context.data_preparation.uses import count_uses, first_tokens
+from easy_context.data_preparation.workers import tokenise
 
 
 def find_separator(tokenizer: Any, separator: str | None) -> int:
