@@ -66,8 +66,6 @@ class WorkerPool:
 
     def __init__(self):
         os.environ["OMP_NUM_THREADS"] = "1"
-        # No rank may finish, and close its connections, while another still opens its own: gloo fails there.
-        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(HEAVY_IMPORTS)
         self._folder = tempfile.TemporaryDirectory(prefix="worker_pool_")
@@ -165,6 +163,8 @@ def _serve(connection: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # No rank may finish, and close its connections, while another still opens its own: gloo fails there.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     with open(stack_file, "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         connection.send_bytes(b"ready")
