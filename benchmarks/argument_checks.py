@@ -15,7 +15,7 @@ def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, na
     """End with a message that names the first flag among `names` with a number below 1 (alone or in its list)."""
     for name in names:
         value = getattr(args, name)
-        if any(number < 1 for number in (value if isinstance(value, list) else [value])):
+        if not all(1 <= number < math.inf for number in (value if isinstance(value, list) else [value])):
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 

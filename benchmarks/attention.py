@@ -106,6 +106,8 @@ def parse_arguments() -> argparse.Namespace:
     check_output(parser, args)
     if args.heads % args.kv_heads:
         parser.error(f"--heads {args.heads} must be a multiple of --kv-heads {args.kv_heads}")
+    if args.alone and launched_processes() > 1:
+        parser.error(f"--alone {args.alone}: for one process without a launcher")
     if min(args.alone, default=2) < 2:
         parser.error(f"--alone {args.alone}: a row is shared by at least 2 ranks")
     if args.check_length < 0:

@@ -92,6 +92,10 @@ def parse_arguments() -> argparse.Namespace:
         parser, args, ("seq_length", "layers", "methods", "modes", "gradient_checkpointing", "keep_attention")
     )
     check_output(parser, args)
+    if args.tokens_per_step is not None and args.tokens_per_step < 1:
+        parser.error(f"--tokens-per-step {args.tokens_per_step}: must be at least 1")
+    if args.mlp_tile_size < 0:
+        parser.error(f"--mlp-tile-size {args.mlp_tile_size}: give a number of tokens, or 0 for whole shards")
     if args.hidden_size % args.heads or args.heads % args.kv_heads:
         parser.error("--heads must divide --hidden-size, and --kv-heads must divide --heads")
     if launched_processes() > 1 and "data_parallel" in (args.modes or ()):

@@ -301,6 +301,13 @@ def test_text_files_stand_beside_records_with_another_text_field(tokenizer_dir, 
     assert [(source["documents"], source["bad_records"]) for source in report["sources"]] == [(1, 0), (1, 0)]
 
 
+@pytest.mark.parametrize(("output", "work"), [("new/rows", "new"), ("new", "new/tokens"), ("new", "new")])
+def test_one_folder_may_lie_in_the_other(tokenizer_dir, tmp_path, output, work):
+    (tmp_path / "a.txt").write_text(text()[:3000])
+    flags = ["--input", tmp_path / "a.txt", "--seq-length", 64, "--work-dir", tmp_path / work]
+    assert run(tokenizer_dir, tmp_path / output, *flags)["splits"]["train"]["rows"] > 0
+
+
 def test_text_field_decides_between_text_and_prompt(tokenizer_dir, tmp_path):
     path = tmp_path / "both.jsonl"
     record = {"text": text()[:3000], "prompt": "Who?", "response": "Anne."}

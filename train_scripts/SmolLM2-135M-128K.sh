@@ -24,7 +24,7 @@
 #   FACTS RETRIEVAL TEXT_LABELS                              the retrieval rows, see prepare_data.py --help
 #   SAMPLES   needle prompts for each length and depth       (2)
 #   PYTHON    interpreter                                    (.venv/bin/python if it is there)
-set -euo pipefail
+set -euo pipefail -f # no file names come from patterns here
 cd "$(dirname "$0")/.."
 
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
@@ -63,7 +63,7 @@ finished() {
     fi
     # Earlier versions of this script left the marker empty.
     if [ -s "$marker" ] && [ "$(< "$marker")" != "$2" ]; then
-        fail "$1 in OUTPUT=$OUTPUT was made with other settings; take another OUTPUT, or remove $marker to make it anew
+        fail "$1 in OUTPUT=$OUTPUT was made with other settings; take another OUTPUT, or remove $marker and $OUTPUT/$1 to make it anew
   made with: $(< "$marker")
   now:       $2"
     fi
@@ -99,11 +99,16 @@ must_match() {
 NUMBER='[0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]*\.[0-9]*[1-9][0-9]*'
 must_match GPUS '[0-9]+' "a number of GPUs"
 must_match SAMPLES '[1-9][0-9]*' "a whole number above 0"
-must_match FACTOR "$NUMBER" "a number above 1, such as 16"
-must_match ROPE "yarn|llama3|linear|($NUMBER)(e[0-9]+)?" "yarn, llama3, linear, or a base such as 2e7"
+must_match FACTOR '([2-9]|[1-9][0-9]+)(\.[0-9]+)?|1\.[0-9]*[1-9][0-9]*' "a number above 1, such as 16"
+must_match ATTENTION_FACTOR "($NUMBER)?" "a number above 0, such as 1, or empty"
+must_match FACTS '[0-9]+' "a whole number"
+must_match RETRIEVAL '0?\.[0-9]+|0|1' "a share from 0 to 1"
+must_match TEXT_LABELS '0?\.[0-9]+|0|1' "a share from 0 to 1"
+must_match ROPE 'yarn|llama3|linear|[1-9][0-9]*(\.[0-9]+)?(e[0-9]+)?' "yarn, llama3, linear, or a base such as 2e7"
+must_match STAGES '.*[^ ].*' "one or more LENGTH:STEPS:RATE, such as 65536:100:3e-4"
 LENGTHS=" "
 for STAGE in $STAGES; do
-    must_match STAGE "[1-9][0-9]*:[1-9][0-9]*:($NUMBER)(e-?[0-9]+)?" "LENGTH:STEPS:RATE in STAGES, such as 65536:100:3e-4"
+    must_match STAGE "[1-9][0-9]{0,8}:[1-9][0-9]{0,8}:($NUMBER)(e-?[0-9]+)?" "LENGTH:STEPS:RATE in STAGES, such as 65536:100:3e-4"
     [[ $LENGTHS != *" ${STAGE%%:*} "* ]] || fail "STAGES='$STAGES' gives rows of ${STAGE%%:*} twice; join the two stages"
     LENGTHS+="${STAGE%%:*} "
 done

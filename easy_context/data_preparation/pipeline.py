@@ -113,10 +113,11 @@ def prepare(
         raise ValueError(
             f"--output-dir: {output_dir} holds rows of other inputs or settings; take another or --overwrite"
         )
+    folders = [("--output-dir", output_dir)] + ([] if work_dir is None else [("--work-dir", work_dir)])
     with contextlib.ExitStack() as claims:
-        claims.enter_context(claim_folder("--output-dir", output_dir))
-        if work_dir is not None:
-            claims.enter_context(claim_folder("--work-dir", work_dir))
+        # If one lies in the other, the outer one first: it is not empty afterwards.
+        for flag, folder in sorted(folders, key=lambda claim: len(claim[1].resolve().parts)):
+            claims.enter_context(claim_folder(flag, folder))
         refuse_foreign_files(output_dir)
         stores = _fill_stores(settings, digests, tokenizer, work_dir or output_dir / WORK, workers)
         if not (output_dir / "report.json").exists():  # of use where the run fails, too

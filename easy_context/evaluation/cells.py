@@ -43,15 +43,22 @@ def check_lengths(
     Raises:
         ContextTooShort: a length does not hold one of its prompts.
     """
+
+    def longest_prompt(task: Task, length: int) -> int:
+        return max(
+            builder.shortest(task, _depth_of(cell), _example_seed(cell, seed, i))
+            for cell in grid([task], [length], depths)
+            for i in range(samples)
+        )
+
     for task in tasks:
         for length in lengths:
-            longest = max(
-                builder.shortest(task, _depth_of(cell), _example_seed(cell, seed, i))
-                for cell in grid([task], [length], depths)
-                for i in range(samples)
-            )
+            longest = longest_prompt(task, length)
             if length < longest:
-                raise ContextTooShort(task.name, length, longest)
+                enough = longest
+                while (more := longest_prompt(task, enough)) > enough:  # another length draws other names
+                    enough = more
+                raise ContextTooShort(task.name, length, enough)
             if length >= AMPLE * longest:
                 break
 
