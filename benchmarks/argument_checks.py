@@ -12,10 +12,14 @@ from easy_context.files import check_writable
 
 
 def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: tuple[str, ...]) -> None:
-    """End with a message that names the first flag among `names` with a number below 1 (alone or in its list)."""
+    """End with a message that names the first flag among `names` with a number below 1 (alone or in its list).
+
+    A flag that is not given and has no default passes.
+    """
     for name in names:
         value = getattr(args, name)
-        if not all(1 <= number < math.inf for number in (value if isinstance(value, list) else [value])):
+        numbers = value if isinstance(value, list) else [value]
+        if value is not None and not all(1 <= number < math.inf for number in numbers):
             parser.error(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 

@@ -86,14 +86,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="output/train_step.json", help="results as JSON")
     args = parser.parse_args()
     sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
-    counts = ("seq_length", "layers", "warmup", "steps", "batch_size", "full_depth", "time_budget")
+    counts = ("seq_length", "layers", "warmup", "steps", "batch_size", "full_depth", "tokens_per_step", "time_budget")
     check_positive(parser, args, (*counts, *sizes))
     check_distinct(
         parser, args, ("seq_length", "layers", "methods", "modes", "gradient_checkpointing", "keep_attention")
     )
     check_output(parser, args)
-    if args.tokens_per_step is not None and args.tokens_per_step < 1:
-        parser.error(f"--tokens-per-step {args.tokens_per_step}: must be at least 1")
     if args.mlp_tile_size < 0:
         parser.error(f"--mlp-tile-size {args.mlp_tile_size}: give a number of tokens, or 0 for whole shards")
     if args.hidden_size % args.heads or args.heads % args.kv_heads:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .rope import is_rope_base, set_rope_theta
+
 
 def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str], Any]:
     """Check everything at once.
@@ -56,7 +58,7 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
             value = getattr(args, name)
             if not (math.isfinite(value) and value >= least):
                 problems.append(f"--{name.replace('_', '-')} {value} must be a finite number, at least {least}")
-    if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
+    if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
     if not 0 <= args.seed < 2**32:  # numpy takes no other
         problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
@@ -142,7 +144,6 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
     """What this model cannot do with these flags; also sets the RoPE base in `config`."""
     from .huggingface import refuse_model_features
     from .modes import get_mode
-    from .rope import set_rope_theta
 
     problems = []
     checks = (

@@ -1,8 +1,19 @@
-"""Can a file be written, and result files that are whole or not there, of which a killed run leaves no half."""
+"""Can a file be written, and result files: with what JSON can hold, and whole, of which a killed run leaves no half."""
 
+import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+
+def null_for_nan(value: Any) -> Any:
+    """The same dicts and lists with None for every NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: null_for_nan(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [null_for_nan(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_whole(path: Path, text: str) -> None:

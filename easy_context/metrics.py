@@ -1,7 +1,6 @@
 """What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
 
 import json
-import math
 import os
 import re
 import resource
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .files import null_for_nan
 from .huggingface import head_dim
 
 # Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
@@ -159,12 +159,7 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
         if self._file is not None:
-            # JSON has no NaN.
-            finite = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in record.items()
-            }
-            self._file.write(json.dumps(finite) + "\n")
+            self._file.write(json.dumps(null_for_nan(record)) + "\n")
             self._file.flush()
         report = record["step"] % self._log_every == 0 or "eval_loss" in record
         if report:

@@ -6,6 +6,11 @@ from typing import Any
 _COMPUTED_FROM_WINDOW = ("dynamic", "longrope")
 
 
+def is_rope_base(theta: float) -> bool:
+    """Whether rotary embeddings can have this base."""
+    return math.isfinite(theta) and theta > 0
+
+
 def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> None:
     """Set the RoPE base in a config so that it holds in the model built from it, in what is saved, and in a reload.
 
@@ -21,7 +26,7 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
             would change the scaling.
     """
     if theta is not None:
-        if not (math.isfinite(theta) and theta > 0):
+        if not is_rope_base(theta):
             raise ValueError(f"--rope-theta {theta} must be positive and finite")
         parameters = config.rope_parameters
         if "rope_theta" not in parameters:

@@ -1,16 +1,12 @@
 """eval_ppl.py launched as users launch it, on two processes: torchrun, and Accelerate with a model split by ZeRO-3."""
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_launches import free_port
+from launching import free_port, run_python
 from tiny_models import save_tiny_llama
 
-REPOSITORY = Path(__file__).parent.parent
 LAUNCHERS = {
     "none": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
@@ -23,12 +19,10 @@ LAUNCHERS = {
 
 def losses(launcher: str, model: str, output_file: Path) -> dict[int, float]:
     """The losses that the script writes, by length."""
-    command = [sys.executable, *(free_port() if word == "PORT" else word for word in LAUNCHERS[launcher])]
+    command = [*(free_port() if word == "PORT" else word for word in LAUNCHERS[launcher])]
     command += ["eval_ppl.py", "--model", model, "--text", "data/haystack/emma.txt", "--output-file", str(output_file)]
     command += ["--min-tokens", "61", "--max-tokens", "397", "--tokens-step", "112"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    result = run_python(*command)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     with output_file.open() as lines:
         return {int(row["length"]): float(row["loss"]) for row in csv.DictReader(lines)}

@@ -6,16 +6,13 @@ wrong scale of the gradient in any mode shows in the norm, and in the losses of 
 
 import json
 import math
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import free_port, run_python
 
-REPOSITORY = Path(__file__).parent.parent
 SEQ_LENGTH = 60  # no multiple of 8: four zigzag ranks must pad
 STEPS = 6
 MAX_GRAD_NORM = 0.5  # below every norm of these runs, so that each step is clipped
@@ -36,25 +33,15 @@ RUNS = {
 REFERENCE = "plain"  # one process without DeepSpeed or a launcher
 
 
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def launch(processes: int, flags: list[str], torchrun: bool = False) -> subprocess.CompletedProcess:
     """Run train.py on so many processes; 0 for `python train.py`."""
-    command = [sys.executable]
+    command = []
     if torchrun:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     elif processes:
         command += ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
         command += ["--num_processes", str(processes), "--main_process_port", free_port()]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*command, "train.py", *flags], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return run_python(*command, "train.py", *flags)
 
 
 def metrics(output_dir: Path) -> list[dict]:

@@ -1,10 +1,10 @@
 """Flags that both evaluations share, and their checks."""
 
 import argparse
-import math
 import sys
 
 from ..arguments import KERNELS, MODES
+from ..rope import is_rope_base
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen
@@ -78,7 +78,7 @@ def context_lengths(shortest: int, longest: int, step: int, flags: tuple[str, st
 
 def check_model_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for a value of `add_model_flags` that no model can run with."""
-    if args.rope_theta is not None and not (math.isfinite(args.rope_theta) and args.rope_theta > 0):
+    if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         raise ValueError(f"--rope-theta {args.rope_theta}: give a positive, finite number")
 
 

@@ -8,18 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..files import null_for_nan
+
 
 def json_text(value: Any) -> str:
     """A result file's text; JSON has no NaN and no infinity, so that numbers which are not finite become null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(own) for key, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(null_for_nan(value), indent=2, allow_nan=False) + "\n"
 
 
 def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
