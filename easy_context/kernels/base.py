@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .splitting import parts_within
+
 
 @dataclass(frozen=True)
 class AttentionMask:
@@ -32,6 +34,7 @@ class AttentionKernel(ABC):
 
     name: str
     supports_window = False
+    max_elements: int | None = None  # of q or k that the backend indexes rightly; larger blocks are computed in parts
 
     @abstractmethod
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -59,7 +62,16 @@ class AttentionKernel(ABC):
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
             return torch.zeros_like(q), lse
-        return self._forward(*_dense_rows(q, k, v), scale, mask)
+        q, k, v = _dense_rows(q, k, v)
+        if self._fits(q, k):
+            return self._forward(q, k, v, scale, mask)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+        for part in parts_within(self.max_elements, q, k):
+            part_out, part_lse = self._forward(*part.of_queries(q), *part.of_keys(k, v), scale, mask)
+            part.of_queries(out)[0].copy_(part_out)
+            part.of_lse(lse).copy_(part_lse)
+        return out, lse
 
     def backward(
         self,
@@ -81,7 +93,25 @@ class AttentionKernel(ABC):
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
-        return self._backward(dout, q, k, v, out, lse, scale, mask)
+        if self._fits(q, k):
+            return self._backward(dout, q, k, v, out, lse, scale, mask)
+        parts = parts_within(self.max_elements, q, k)
+        # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
+        share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
+        sum_dtype = torch.promote_types(k.dtype, torch.float32) if share_keys else k.dtype
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
+        for part in parts:
+            part_dout, part_q, part_out = part.of_queries(dout, q, out)
+            part_lse = part.of_lse(lse).contiguous()
+            part_dq, *part_dkv = self._backward(part_dout, part_q, *part.of_keys(k, v), part_out, part_lse, scale, mask)
+            part.of_queries(dq)[0].copy_(part_dq)
+            for total, share in zip(part.of_keys(dk, dv), part_dkv, strict=True):
+                total += share
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+    def _fits(self, q: torch.Tensor, k: torch.Tensor) -> bool:
+        """Return whether the backend can index the whole block."""
+        return self.max_elements is None or max(q.numel(), k.numel()) <= self.max_elements
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
         if mask.causal and q.shape[1] != k.shape[1]:

@@ -12,6 +12,8 @@ class CudnnKernel(AttentionKernel):
     """`aten::_scaled_dot_product_cudnn_attention`, which lays tensors out heads first and lse as `[b, h, s, 1]`."""
 
     name = "cudnn"
+    # Its backward gives wrong query gradients beyond, without an error (seen with cuDNN 9.19).
+    max_elements = 2**31 - 1
 
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):
