@@ -43,8 +43,10 @@ def main() -> None:
     from easy_context.loss import IGNORE_INDEX, shift_labels
     from easy_context.metrics import MetricsLog, StepMeter, count_parameters, flops_per_token
     from easy_context.tiled_mlp import apply_tiled_mlp
+    from easy_context.zero_offload import choose_offload
 
     accelerator = build_accelerator(args)
+    choose_offload(args, config, accelerator)  # what waits in host memory follows from the memory that is there
     set_seed(args.seed)
     device = accelerator.device
     if accelerator.is_main_process:

@@ -114,6 +114,13 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="where checkpointing keeps attention outputs, which spares a second attention forward",
     )
     how.add_argument(
+        "--offload",
+        choices=("auto", "none", "optimizer", "all"),
+        default="auto",
+        help="what DeepSpeed ZeRO-3 keeps in host memory: nothing, the optimizer, or weights too; auto takes the first "
+        "that fits the memory that is free. A DeepSpeed JSON that names a device wins",
+    )
+    how.add_argument(
         "--mlp-tile-size",
         type=int,
         default=0,
@@ -163,10 +170,15 @@ def check_arguments(args: argparse.Namespace) -> Any:
     problems, config = find_problems(args, world_size)
     problems = launch_problems(world_size) + problems
     if problems:
-        _let_first_process_speak()
-        print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
-        sys.exit(2)
+        cannot_start(problems)
     return config
+
+
+def cannot_start(problems: list[str]) -> NoReturn:
+    """Print all problems together, on the first process of each machine, and exit with code 2."""
+    _let_first_process_speak()
+    print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
+    sys.exit(2)
 
 
 def _let_first_process_speak() -> None:
