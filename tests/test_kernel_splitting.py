@@ -64,6 +64,37 @@ def test_parts_give_the_results_of_the_whole_block(monkeypatch):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_backend_is_never_given_a_view_that_reaches_too_far(monkeypatch):
+    """Slices of few elements, but of a large tensor: cuDNN is wrong for those too."""
+    distances = []
+
+    def note(*tensors):
+        distances.extend((x[-1, -1, -1, -1].data_ptr() - x.data_ptr()) // x.element_size() for x in tensors)
+
+    class Watching(CpuKernel):
+        max_elements = 2000
+
+        def _forward(self, q, k, v, scale, mask):
+            note(q, k, v)
+            return super()._forward(q, k, v, scale, mask)
+
+        def _backward(self, dout, q, k, v, out, lse, scale, mask):
+            note(dout, q, k, v, out)
+            return super()._backward(dout, q, k, v, out, lse, scale, mask)
+
+    tensors = random_inputs(36, 4, 40, 40, 8, 2, 8)
+    for cut in (slice(None), slice(20, None)):  # a whole block of 10,240 elements, and its late half
+        q, k, v, dout = (x[:, cut] for x in tensors)
+        out, lse = Watching().forward(q, k, v, 0.3, CAUSAL)
+        Watching().backward(dout, q, k, v, out, lse, 0.3, CAUSAL)
+        expected, _ = CpuKernel().forward(q, k, v, 0.3, CAUSAL)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    few = [x[:, 30:32, :1] for x in tensors]  # fits by its elements; its rows lie 2560 apart
+    out, lse = Watching().forward(*few[:3], 0.3, CAUSAL)
+    Watching().backward(few[3], *few[:3], out, lse, 0.3, CAUSAL)
+    assert max(distances) < 2000
+
+
 def test_gradients_of_a_shared_key_head_are_summed_in_float32(monkeypatch):
     """One key head, 64 query heads, each in a part of its own: a bf16 sum would lose what the later parts add."""
     q, k, v, dout = random_inputs(33, 1, 24, 24, 64, 1, 16, torch.bfloat16)
@@ -82,6 +113,30 @@ def test_a_head_that_does_not_fit_is_refused(monkeypatch):
         CpuKernel().forward(q, k, v, 0.25, CAUSAL)
 
 
+def compare_on_gpu(name: str, q, k, v, dout) -> None:
+    """Against PyTorch's flash kernel, whole and at the far end, which 32-bit indices miss."""
+    try:
+        kernel = select_kernel(name, q.device, q.dtype, 128)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    results = []
+    for each in (kernel, select_kernel("torch_flash", q.device, q.dtype, 128)):
+        out, lse = each.forward(q, k, v, 0.1, CAUSAL)
+        results.append((out, *each.backward(dout, q, k, v, out, lse, 0.1, CAUSAL)))
+    for what, actual, expected in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        for place in (slice(None), (-1, slice(None), slice(-8, None)), (slice(None), slice(-64, None))):
+            error = (actual[place] - expected[place]).float().norm() / expected[place].float().norm()
+            assert error < 1.2e-2, f"{what} at {place} is off by {error:.2e}"
+
+
+def gpu_inputs(batch, length, heads, kv_heads):
+    torch.manual_seed(35)
+    return tuple(
+        torch.randn(batch, length, count, 128, device="cuda", dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash_attn_4", "cudnn"])
 @pytest.mark.parametrize(
@@ -90,22 +145,14 @@ def test_a_head_that_does_not_fit_is_refused(monkeypatch):
     ids=["rows", "heads", "one key head", "both"],
 )
 def test_more_than_two_to_the_31_elements_on_gpu(name, batch, length, heads, kv_heads):
-    """Against PyTorch's flash kernel, whole and at the far end, which 32-bit indices miss."""
-    device, dtype = torch.device("cuda"), torch.bfloat16
     assert batch * length * heads * 128 > 2**31
-    try:
-        kernel = select_kernel(name, device, dtype, 128)
-    except ValueError as reason:
-        pytest.skip(str(reason))
-    torch.manual_seed(35)
-    q, dout = (torch.randn(batch, length, heads, 128, device=device, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(batch, length, kv_heads, 128, device=device, dtype=dtype) for _ in range(2))
-    reference = select_kernel("torch_flash", device, dtype, 128)
-    results = []
-    for each in (kernel, reference):
-        out, lse = each.forward(q, k, v, 0.1, CAUSAL)
-        results.append((out, *each.backward(dout, q, k, v, out, lse, 0.1, CAUSAL)))
-    for what, actual, expected in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        for place in (slice(None), (-1, slice(None), slice(-8, None)), (slice(None), slice(-64, None))):
-            error = (actual[place] - expected[place]).float().norm() / expected[place].float().norm()
-            assert error < 1.2e-2, f"{what} at {place} is off by {error:.2e}"
+    compare_on_gpu(name, *gpu_inputs(batch, length, heads, kv_heads))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash_attn_4", "cudnn"])
+def test_late_halves_that_reach_beyond_two_to_the_31_on_gpu(name):
+    """As zigzag hands them over: few elements of a tensor of many."""
+    q, k, v, dout = (x[:, 2080:] for x in gpu_inputs(4, 4160, 1248, 156))
+    assert q.numel() < 2**31 < q[-1, -1, -1, -1].storage_offset() - q.storage_offset()
+    compare_on_gpu(name, q, k, v, dout)

@@ -34,7 +34,8 @@ class AttentionKernel(ABC):
 
     name: str
     supports_window = False
-    max_elements: int | None = None  # of q or k that the backend indexes rightly; larger blocks are computed in parts
+    # The furthest element of a tensor that the backend indexes rightly. Blocks with more are computed in parts.
+    max_elements: int | None = None
 
     @abstractmethod
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -64,11 +65,11 @@ class AttentionKernel(ABC):
             return torch.zeros_like(q), lse
         q, k, v = _dense_rows(q, k, v)
         if self._fits(q, k):
-            return self._forward(q, k, v, scale, mask)
+            return self._forward(*self._near(q, k, v), scale, mask)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in parts_within(self.max_elements, q, k):
-            part_out, part_lse = self._forward(*part.of_queries(q), *part.of_keys(k, v), scale, mask)
+            part_out, part_lse = self._forward(*self._near(*part.of_queries(q), *part.of_keys(k, v)), scale, mask)
             part.of_queries(out)[0].copy_(part_out)
             part.of_lse(lse).copy_(part_lse)
         return out, lse
@@ -94,16 +95,17 @@ class AttentionKernel(ABC):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
         if self._fits(q, k):
-            return self._backward(dout, q, k, v, out, lse, scale, mask)
+            return self._backward(*self._near(dout, q, k, v, out), lse, scale, mask)
         parts = parts_within(self.max_elements, q, k)
         # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
         share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
         sum_dtype = torch.promote_types(k.dtype, torch.float32) if share_keys else k.dtype
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
         for part in parts:
-            part_dout, part_q, part_out = part.of_queries(dout, q, out)
+            part_dout, part_q, part_out = self._near(*part.of_queries(dout, q, out))
+            part_k, part_v = self._near(*part.of_keys(k, v))
             part_lse = part.of_lse(lse).contiguous()
-            part_dq, *part_dkv = self._backward(part_dout, part_q, *part.of_keys(k, v), part_out, part_lse, scale, mask)
+            part_dq, *part_dkv = self._backward(part_dout, part_q, part_k, part_v, part_out, part_lse, scale, mask)
             part.of_queries(dq)[0].copy_(part_dq)
             for total, share in zip(part.of_keys(dk, dv), part_dkv, strict=True):
                 total += share
@@ -113,6 +115,11 @@ class AttentionKernel(ABC):
         """Return whether the backend can index the whole block."""
         return self.max_elements is None or max(q.numel(), k.numel()) <= self.max_elements
 
+    def _near(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Copy those views whose elements lie too far apart in a larger tensor: heads of long rows, halves of many."""
+        limit = self.max_elements
+        return tuple(x if limit is None or _extent(x) <= limit else x.contiguous() for x in tensors)
+
     def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
         if mask.causal and q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -121,6 +128,11 @@ class AttentionKernel(ABC):
             )
         if mask.window is not None and not self.supports_window:
             raise ValueError(f"attention kernel {self.name!r} cannot honour window={mask.window}; use 'reference'")
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the distance in memory from a tensor's first element to behind its last, in elements."""
+    return 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _dense_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

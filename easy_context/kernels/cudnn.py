@@ -12,7 +12,7 @@ class CudnnKernel(AttentionKernel):
     """`aten::_scaled_dot_product_cudnn_attention`, which lays tensors out heads first and lse as `[b, h, s, 1]`."""
 
     name = "cudnn"
-    # Its backward gives wrong query gradients beyond, without an error (seen with cuDNN 9.19).
+    # Its backward is wrong beyond, without an error (seen with cuDNN 9.19), also in views that reach so far.
     max_elements = 2**31 - 1
 
     def unsupported_reason(self, device, dtype, head_dim):
