@@ -43,34 +43,38 @@ class Fact:
     after: str
 
 
+# None has the form of a sentence, question or answer of `eval_needle.py`, which tells needles as "The ... of X is V":
+# a model trained on these has not seen the test. tests/test_training_forms.py compares them.
 FACT_TEMPLATES = (
-    FactTemplate(
-        "The {thing} of {name} is {value}.", "What is the {thing} of {name}?", "The {thing} of {name} is {value}."
-    ),
-    FactTemplate(
-        "Keep in mind that the {thing} for {name} is {value}.",
-        "Which {thing} is the one for {name}?",
-        "The {thing} for {name} is {value}.",
-    ),
     FactTemplate(
         "It is written that {name} was given the {thing} {value}.",
         "Which {thing} was {name} given?",
         "{name} was given the {thing} {value}.",
     ),
-    FactTemplate("{thing} of {name}: {value}.", "Say the {thing} of {name}.", "{thing} of {name}: {value}."),
-    FactTemplate("{name} has {value} as {thing}.", "What does {name} have as {thing}?", "{name} has {value}."),
+    FactTemplate("{name} has {value} as {thing}.", "As {thing}, {name} has which number?", "{name} has {value}."),
     FactTemplate(
-        "Whoever asks for {name} must name the {thing}, which is {value}.",
+        "Whoever asks for {name} must name the {thing}, namely {value}.",
         "Which {thing} must be named by whoever asks for {name}?",
-        "The {thing} is {value}.",
+        "One must name {value}.",
+    ),
+    FactTemplate("{name}, {thing}: {value}.", "Say {name}'s {thing}.", "{name}, {thing}: {value}."),
+    FactTemplate(
+        "When {name} came in, everybody wrote down {value} as {thing}.",
+        "When {name} came in, which {thing} did everybody write down?",
+        "Everybody wrote down {value}.",
+    ),
+    FactTemplate(
+        "Remember {value}, because {name} will need this {thing}.",
+        "Which {thing} will {name} need?",
+        "{name} will need {value}.",
     ),
 )
 
 # How a question and its answer stand in the text.
 FRAMES = (
     "\n{question} {answer}",
-    "\n\nQuestion: {question}\nAnswer: {answer}",
-    "\nQ: {question}\nA: {answer}",
+    "\n\nReader: {question}\nWriter: {answer}",
+    "\n- {question}\n- {answer}",
     "\n{question}\n{answer}",
 )
 

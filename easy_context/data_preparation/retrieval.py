@@ -1,7 +1,7 @@
 """Retrieval-rich rows: key-value facts hidden in real text, and questions about them further on.
 
 Long real text alone teaches little about looking something up far back, because few of its tokens need that. A
-retrieval row interleaves many facts ("The locker code of the hasty baker is 48213.") with the text and asks for each
+retrieval row interleaves many facts ("The hasty baker has 48213 as locker code.") with the text and asks for each
 one later, half of them in a block at the end of the row. Labels: every token of an answer, none of the facts and
 questions (a random number cannot be predicted), and only a share of the text, so that answers weigh more in the mean
 over learned tokens.
