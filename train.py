@@ -19,7 +19,7 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 import functools
 import sys
 
-from easy_context.arguments import check_arguments, parse_arguments
+from easy_context.arguments import check_arguments, parse_arguments, refusal
 
 
 def main() -> None:
@@ -28,7 +28,6 @@ def main() -> None:
 
     import torch
     from accelerate.utils import set_seed
-    from transformers import AutoModelForCausalLM
 
     from easy_context import (
         apply_fused_loss,
@@ -43,6 +42,7 @@ def main() -> None:
     from easy_context.loss import IGNORE_INDEX, shift_labels
     from easy_context.metrics import MetricsLog, StepMeter, count_parameters, flops_per_token
     from easy_context.tiled_mlp import apply_tiled_mlp
+    from easy_context.weights import load_whole
     from easy_context.zero_offload import choose_offload
 
     accelerator = build_accelerator(args)
@@ -66,9 +66,8 @@ def main() -> None:
         apply_liger(config)
     # DeepSpeed keeps float32 master weights beside a bf16 model; plain PyTorch trains float32 weights under autocast.
     in_bf16 = args.mixed_precision == "bf16" and accelerator.state.deepspeed_plugin is not None
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, dtype=torch.bfloat16 if in_bf16 else torch.float32
-    )
+    with refusal():
+        model = load_whole(args.model, config, torch.bfloat16 if in_bf16 else torch.float32)
     model = apply_fused_loss(model, liger=args.liger)  # the loss without ever holding the logits of all tokens
     if args.gradient_checkpointing != "none":
         apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(

@@ -50,7 +50,9 @@ LEGEND = (
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--seq-length", type=int, nargs="+", default=[32768, 131072], help="tokens of a row")
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], help="depths to measure; two extrapolate")
     parser.add_argument("--full-depth", type=int, default=32, help="layers of the whole model, to extrapolate to")

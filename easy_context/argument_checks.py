@@ -51,6 +51,7 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
         "max_train_steps",
         "eval_every",
         "log_every",
+        "ring_degree",
     )
     not_negative = ("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate")
     for names, least in ((("seq_length",), 2), (at_least_one, 1), (not_negative, 0)):

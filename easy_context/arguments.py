@@ -1,9 +1,12 @@
 """train.py's flags; argument_checks.py holds what is checked before anything heavy loads."""
 
 import argparse
+import contextlib
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 # As in modes/, engines.py and kernels/, spelled out here so that --help need not import PyTorch; a test compares them.
@@ -13,7 +16,10 @@ KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong on one of the launched processes only."""
+    """Says what is wrong on one of the launched processes only; takes no flag for another that begins alike."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Print usage and `message`, and exit with code 2."""
@@ -80,14 +86,32 @@ def _add_optimisation(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--seed", type=int, default=42, help="of the order of the rows and of dropout")
 
 
+def _mode(name: str) -> str:
+    """Say of the original's fifth mode what to take in its place."""
+    if name == "usp_attn":
+        raise argparse.ArgumentTypeError(
+            "usp_attn (rings of all-to-all groups) is not here yet: use ulysses_attn where the processes divide the "
+            "query heads and the links are fast, else zigzag_ring_attn"
+        )
+    return name
+
+
 def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("parallelism, speed and memory")
     how.add_argument(
         "--parallel_mode",
         "--parallel-mode",
+        type=_mode,
         choices=MODES,
         default="zigzag_ring_attn",
         help="how a row is split over processes",
+    )
+    how.add_argument(
+        "--ring_degree",
+        "--ring-degree",
+        type=int,
+        default=1,
+        help="processes in a ring of usp_attn, which is not here yet; the other modes take the flag and ignore it",
     )
     how.add_argument(
         "--sequence-parallel-size",
@@ -148,11 +172,16 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the flags; `argv` is the process's own if None."""
-    args = build_parser().parse_args(argv)
+    """Parse the flags, spelled with dashes or underscores; `argv` is the process's own if None."""
+    words = sys.argv[1:] if argv is None else argv
+    args = build_parser().parse_args([re.sub("^--[a-z_]+", _with_dashes, word) for word in words])
     if args.report_to is None:
         args.report_to = "wandb" if args.wandb else "none"
     return args
+
+
+def _with_dashes(flag: re.Match) -> str:
+    return flag[0].replace("_", "-")
 
 
 def check_arguments(args: argparse.Namespace) -> Any:
@@ -172,6 +201,15 @@ def check_arguments(args: argparse.Namespace) -> Any:
     if problems:
         cannot_start(problems)
     return config
+
+
+@contextlib.contextmanager
+def refusal() -> Iterator[None]:
+    """Turn a ValueError into the message that train.py cannot start, and exit."""
+    try:
+        yield
+    except ValueError as error:
+        cannot_start([str(error)])
 
 
 def cannot_start(problems: list[str]) -> NoReturn:

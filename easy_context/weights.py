@@ -1,42 +1,54 @@
 """Are a model's weights there, whole, and of the shapes that its config asks for? Found out without loading them."""
 
+import contextlib
+import copy
+import functools
 import json
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from .errors import first_line
+
+_log = logging.getLogger(__name__)
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
 INDEX_FILES = tuple(f"{name}.index.json" for name in SINGLE_FILES)
 
 
-def check_weights(name: str, config) -> None:
-    """Checks the weights of a model in a local folder; a name on the hub is checked when it is loaded.
+def check_weights(name: str, config: Any) -> None:
+    """Check the weights of a model in a local folder; a name on the hub is checked when it is loaded.
 
-    Reads the headers of safetensors files only, which say how long a whole file is and what shapes it holds.
+    Read the headers of the files only, which tell how long a whole file is, and the names and shapes of its tensors.
+    Transformers itself says what it would make of them, so that whatever it ties, renames or leaves out is right here.
 
     Args:
         name: path or hub name.
         config: of the model.
 
     Raises:
-        ValueError: no weights, a shard that is missing, a damaged file, or shapes that do not fit the config.
+        ValueError: no weights, a shard that is missing, a damaged file, a tensor that the model needs and the files
+            lack, or shapes that do not fit the config.
     """
     folder = Path(name)
     if not folder.is_dir():
         return
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(folder, name):
-        if file.suffix == ".safetensors":
-            shapes.update(_shapes_in(file, name))
-    # Quantized weights are packed into other shapes.
-    wanted = {} if not shapes or getattr(config, "quantization_config", None) else _shapes_wanted(config)
-    for key in sorted(shapes.keys() & wanted.keys()):
-        if shapes[key] != wanted[key]:
-            raise ValueError(
-                f"--model {name}: {key} has shape {list(shapes[key])} in the weights, but its config.json asks for "
-                f"{list(wanted[key])}: config and weights are of different models"
-            )
+    headers = _headers(folder, name)
+    found = None if headers is None else _load_without_data(config, headers)
+    if found is None:
+        return
+    for key, shape, wanted in sorted(found["mismatched_keys"]):
+        raise ValueError(
+            f"--model {name}: {key} has shape {list(shape)} in the weights, but its config.json asks for "
+            f"{list(wanted)}: config and weights are of different models"
+        )
+    _refuse_missing(name, found)
+    _say_unexpected(name, found)
 
 
 def _weight_files(folder: Path, name: str) -> list[Path]:
@@ -61,34 +73,89 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
     )
 
 
-def _shapes_in(file: Path, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    from safetensors import SafetensorError, safe_open
+def _headers(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
+    """Name -> tensor without data of all weight files; None if they are not safetensors, which alone have a header."""
+    headers: dict[str, torch.Tensor] = {}
+    for file in _weight_files(folder, name):
+        if file.suffix != ".safetensors":
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118, it is no dict
+                    headers[key] = torch.empty(opened.get_slice(key).get_shape(), device="meta")
+        except (SafetensorError, OSError) as reason:
+            raise ValueError(
+                f"--model {name}: {file.name} is damaged or cut off ({first_line(reason)}); save or download it again"
+            ) from reason
+    return headers
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118, it is no dict
-                yield key, tuple(opened.get_slice(key).get_shape())
-    except (SafetensorError, OSError) as reason:
-        raise ValueError(
-            f"--model {name}: {file.name} is damaged or cut off ({first_line(reason)}); save or download it again"
-        ) from reason
 
+def _load_without_data(config: Any, headers: dict[str, torch.Tensor]) -> dict[str, Any] | None:
+    """What Transformers finds missing, unexpected or of another shape when it loads tensors of these names and shapes.
 
-def _shapes_wanted(config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the model's tensors; nothing for a config that Transformers has no causal model for."""
-    import torch
+    None for quantised weights, which are packed into other shapes, and for a config that has no causal model.
+    """
     from transformers import AutoModelForCausalLM
 
+    if getattr(config, "quantization_config", None) or type(config) not in AutoModelForCausalLM._model_mapping:
+        return None
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    with _quiet_transformers(progress_bars=False):
+        _, found = model_class.from_pretrained(
+            None,
+            config=copy.deepcopy(config),
+            state_dict=headers,
+            device_map="meta",
+            ignore_mismatched_sizes=True,  # they are listed instead
+            output_loading_info=True,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _quiet_transformers(progress_bars: bool) -> Iterator[None]:
+    """Keep out Transformers' table of missing and unexpected tensors, of which this module makes a line."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not progress_bars:
+        logging.disable_progress_bar()
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError:
-        return {}
-    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars and not progress_bars:
+            logging.enable_progress_bar()
 
 
-def load_whole(name: str, config, dtype):
+def _refuse_missing(name: str, found: dict[str, Any]) -> None:
+    if missing := found["missing_keys"]:
+        raise ValueError(
+            f"--model {name}: its weights lack {_some_of(missing)}, which would be random; config and weights are of "
+            "different models, or a file is missing" + _hint_of_prefix(missing, found["unexpected_keys"])
+        )
+
+
+def _some_of(keys: Iterable[str]) -> str:
+    keys = sorted(keys)
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+def _hint_of_prefix(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Wrappers (torch.compile, DDP, PEFT) save every tensor under a prefix of their own."""
+    missing = set(missing)
+    for key in sorted(unexpected):
+        for wanted in missing:
+            if key.endswith(f".{wanted}"):
+                return f". The weights hold {key}: save them again without the prefix {key.removesuffix(wanted)}"
+    return ""
+
+
+def load_whole(name: str, config: Any, dtype: torch.dtype) -> Any:
     """`AutoModelForCausalLM.from_pretrained`, but every failure is one line, and no tensor is left at random values.
+
+    Tensors that the model has no place for are named in one line of the log.
 
     Args:
         name: path or hub name.
@@ -98,19 +165,32 @@ def load_whole(name: str, config, dtype):
     Raises:
         ValueError: the model cannot be loaded, or its weights lack a tensor that it needs.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        with _quiet_transformers(progress_bars=True):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError) as reason:
         if type(reason).__name__ == "OutOfMemoryError":
             raise
         raise ValueError(f"--model {name}: cannot be loaded ({first_line(reason)})") from reason
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(
-            f"--model {name}: its weights lack {', '.join(missing[:3])}{more}, which would be random; "
-            "config and weights are of different models, or a file is missing"
-        )
+    _refuse_missing(name, found)
+    _say_unexpected(name, found)
     return model
+
+
+def _say_unexpected(name: str, found: dict[str, Any]) -> None:
+    if found["unexpected_keys"]:
+        _say_once(
+            f"--model {name}: its weights also hold {_some_of(found['unexpected_keys'])}, for which this model has "
+            "no place; they are not used"
+        )
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """Say on the first process what is found both before and while a model loads."""
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning(message)

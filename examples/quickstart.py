@@ -228,7 +228,9 @@ def _rows(args: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parts = parser.add_subparsers(required=True)
     model = parts.add_parser("model", help="tokenizer and model")
     model.add_argument("--text", type=Path, required=True, help="text file that the tokenizer learns its words from")

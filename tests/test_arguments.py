@@ -15,7 +15,7 @@ from easy_context.arguments import build_parser, check_arguments, parse_argument
 REPOSITORY = Path(__file__).parent.parent
 ORIGINAL_FLAGS = (
     *("--batch-size", "--gradient-accumulate-every", "--output-dir", "--wandb", "--seed", "--max-train-steps"),
-    *("--learning-rate", "--rope-theta", "--model", "--dataset", "--seq-length", "--parallel_mode"),
+    *("--learning-rate", "--rope-theta", "--model", "--dataset", "--seq-length", "--parallel_mode", "--ring_degree"),
 )
 FLAGS = (
     *("--warmup-steps", "--weight-decay", "--lr-scheduler", "--max-grad-norm", "--adam-betas", "--report-to"),
@@ -26,8 +26,9 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
-    """Configs without weights, which the checks must not need, and rows."""
+    """Models, which the checks must not load, and rows."""
     import datasets
+    from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("arguments")
     small = {
@@ -51,8 +52,7 @@ def assets(tmp_path_factory) -> Path:
         "unused-window": Qwen2Config(**small, use_sliding_window=False, sliding_window=16),
     }
     for name, config in configs.items():
-        config.save_pretrained(folder / name)
-        save_file({}, folder / name / "model.safetensors")  # the checks look for weights, and read headers only
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
     LlamaConfig(**small).save_pretrained(folder / "no-weights")
     LlamaConfig(**small).save_pretrained(folder / "cut-off")
     save_file({"x": torch.ones(100)}, folder / "cut-off" / "model.safetensors")
@@ -286,8 +286,37 @@ def test_a_tracker_that_is_not_installed_is_named(assets, monkeypatch):
     assert "--report-to tensorboard needs the package tensorboard: pip install tensorboard" in problems[0]
 
 
-def test_the_one_flag_with_an_underscore_is_taken_with_a_dash_too():
-    assert parse_arguments(["--parallel-mode", "ulysses_attn"]).parallel_mode == "ulysses_attn"
+@pytest.mark.parametrize("flag", ORIGINAL_FLAGS)
+def test_each_of_the_originals_flags_is_taken_with_dashes_and_with_underscores(flag):
+    value = "ulysses_attn" if flag == "--parallel_mode" else "3"
+    name = flag[2:].replace("-", "_")
+    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+    read = [str(getattr(parse_arguments(words), name)) for s in spellings for words in ([s, value], [f"{s}={value}"])]
+    assert set(read) <= {value, f"{value}.0"}
+    assert parse_arguments(["--output-dir", "a_b-c"]).output_dir == "a_b-c"  # words that are no flags stay as they are
+
+
+@pytest.mark.parametrize("words", [["--data", "x"], ["--seq", "8"], ["--max-grad", "1"], ["--parallel", "usp_attn"]])
+def test_the_beginning_of_a_flag_is_not_taken_for_it(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(words)
+    assert f"unrecognized arguments: {' '.join(words)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", arguments.MODES)
+def test_every_mode_takes_a_ring_degree(assets, mode):
+    assert parse_arguments([]).ring_degree == 1
+    assert find_problems(assets, "--parallel_mode", mode, "--ring_degree", "2")[0] == []
+    (problem,) = find_problems(assets, "--parallel_mode", mode, "--ring-degree", "0")[0]
+    assert problem == "--ring-degree 0 must be a finite number, at least 1"
+
+
+def test_the_originals_fifth_mode_says_what_to_take_in_its_place(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--parallel_mode", "usp_attn", "--ring_degree", "2"])
+    message = capsys.readouterr().err
+    assert "--parallel_mode/--parallel-mode: usp_attn (rings of all-to-all groups) is not here yet: use" in message
+    assert "ulysses_attn" in message and "zigzag_ring_attn" in message
 
 
 def test_a_launch_without_a_launcher_is_named(monkeypatch):

@@ -71,6 +71,13 @@ def lose_a_tensor(folder):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def lose_a_tensor_of_a_pickle(folder):
+    """A file without a header, of which nothing is known before it is loaded."""
+    lose_a_tensor(folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    remove(folder)
+
+
 every_fault = pytest.mark.parametrize(
     "spoil, message",
     [
@@ -79,6 +86,7 @@ every_fault = pytest.mark.parametrize(
         (garble, "--model .*broken: model.safetensors is damaged or cut off"),
         (reshape, r"--model .*broken: model.layers.0.mlp.down_proj.weight has shape \[32, 64\] .* asks for \[32, 48\]"),
         (lose_a_shard, "--model .*broken: model-00001-of-00002.safetensors of model.safetensors.index.json is missing"),
+        (lose_a_tensor, "--model .*broken: its weights lack model.layers.1.mlp.up_proj.weight, which would be random"),
         (garble_index, "--model .*broken: model.safetensors.index.json is damaged"),
     ],
 )
@@ -107,7 +115,7 @@ def test_every_model_is_checked_before_one_is_loaded(model_folder, broken, text,
 
 
 def test_what_shows_only_while_loading_is_one_line_and_loses_no_finished_model(model_folder, broken, text, tmp_path):
-    lose_a_tensor(broken)
+    lose_a_tensor_of_a_pickle(broken)
     output = tmp_path / "two.csv"
     lengths = ["--min-tokens", "32", "--max-tokens", "64", "--output-file", str(output)]
     message = "--model .*broken: its weights lack model.layers.1.mlp.up_proj.weight, which would be random.*"

@@ -100,7 +100,9 @@ def continue_prompt(model, tokenizer, prompt: str, new_tokens: int = 40) -> str:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line and check what can be checked before torch is loaded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("source", type=Path, help="a .gguf file, or a folder with exactly one below it")
     parser.add_argument("output", type=Path, help="folder for config, safetensors and tokenizer files")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="type of the saved weights (bfloat16)")

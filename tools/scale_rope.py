@@ -45,7 +45,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         ValueError: a factor that does not lengthen the window, an attention factor that has no use, or an output folder
             that exists.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("model", help="folder or hub name of a model with plain RoPE")
     parser.add_argument("output", type=Path, help="folder for the copy")
     parser.add_argument("--type", choices=TYPES, default="llama3", help="kind of scaling (llama3)")
