@@ -2,32 +2,36 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .columns import apply_columns, describe_columns, kind_of
 from .errors import first_line
 from .loss import IGNORE_INDEX
 from .mesh import Mesh
+from .notes import say_once
 
 Batch = dict[str, torch.Tensor]
-_COLUMNS = ("input_ids", "labels")
+_TOKENS = ("input_ids", "labels")
 _EXPECTED = "give a hub name, a folder of save_to_disk, or parquet, json or jsonl files of one kind"
 _FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
-_TOKENS_CHECKED = 100_000_000  # token ids are checked in the first so many before training, and in every batch
+_TOKENS_CHECKED = 100_000_000  # rows are checked in the first so many before training, and in every batch
 
 
 def load_rows(name: str, flag: str = "--dataset") -> Any:
-    """A dataset of rows with `input_ids` and perhaps `labels`; other columns are dropped.
+    """A dataset of rows with `input_ids`, perhaps `labels`, and the columns that say how these are to be read.
+
+    Other columns are dropped; the log says which.
 
     Args:
         name: a hub name, a folder written by `save_to_disk`, a parquet, json or jsonl file, or a folder of those.
         flag: the flag that `name` comes from, for errors.
 
     Returns:
-        A `datasets.Dataset` that gives int64 tensors.
+        A `datasets.Dataset` that gives tensors, of int64 where the column holds integers.
 
     Raises:
         ValueError: nothing there, no rows, no `input_ids`, or ids that are not integers.
@@ -40,12 +44,20 @@ def load_rows(name: str, flag: str = "--dataset") -> Any:
         )
     if len(dataset) == 0:
         raise ValueError(f"{flag} {name} has no rows: name another dataset; prepare_data.py makes rows from text")
-    dataset = dataset.select_columns([column for column in _COLUMNS if column in dataset.column_names])
-    for column in dataset.column_names:
+    used = [name for name, feature in dataset.features.items() if name in _TOKENS or _is_read(name, feature)]
+    if note := describe_columns(dataset.column_names, used):
+        say_once(f"{flag} {name}: {note}")
+    dataset = dataset.select_columns(used)
+    for column in (column for column in used if column in _TOKENS):
         inner = getattr(dataset.features[column], "feature", None)
         if inner is None or "int" not in str(getattr(inner, "dtype", "")):
             raise ValueError(f"{flag} {name}: {column} must be lists of integers, got {dataset.features[column]}")
-    return dataset.with_format("torch", dtype=torch.int64)
+    return dataset.with_format("torch")
+
+
+def _is_read(column: str, feature: Any) -> bool:
+    """Whether a column can say how its row is to be read: a single value for a whole row cannot."""
+    return kind_of(column) is not None and not hasattr(feature, "dtype")
 
 
 def _load(name: str, flag: str) -> Any:
@@ -109,13 +121,14 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--da
 
     Raises:
         ValueError: a row that is null or holds one, a token id or label outside the vocabulary, labels of another
-            length than their row, or no token that could be learned in any of these rows.
+            length than their row, another column that cannot be honoured, or no token that could be learned in any of
+            these rows.
     """
     import pyarrow.compute as pc
 
-    seen, learnable = 0, False
+    seen, number, learnable = 0, 0, False
     for table in dataset.with_format("arrow").iter(batch_size=16):
-        for column in table.column_names:
+        for column in (column for column in table.column_names if column in _TOKENS):
             tokens = pc.list_flatten(table[column])
             if table[column].null_count or tokens.null_count:
                 raise ValueError(f"{what} holds nulls in {column}: give every row whole lists of integers")
@@ -125,18 +138,13 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--da
             _refuse_ids(
                 extremes["min"], extremes["max"], vocab_size, what, "labels" if column == "labels" else "token ids"
             )
-        lengths = pc.list_value_length(table["input_ids"])
-        if "labels" in table.column_names:
-            label_lengths = pc.list_value_length(table["labels"])
-            for count, labels in zip(lengths.to_pylist(), label_lengths.to_pylist(), strict=True):
-                if count != labels:
-                    raise ValueError(f"{what}: a row has {count} input_ids and {labels} labels; they must be as many")
-        # The first token of a row is never predicted.
-        targets = table["labels" if "labels" in table.column_names else "input_ids"]
-        learnable = learnable or any(
-            bool((row[1:seq_length] != IGNORE_INDEX).any()) for row in targets.to_numpy() if len(row) > 1
-        )
-        seen += pc.sum(lengths).as_py() or 0
+        columns = {column: table[column].to_numpy() for column in table.column_names}
+        for i in range(len(table)):
+            row = {column: values[i] for column, values in columns.items()}
+            ids, labels = _tokens_and_labels(row, f"{what}: row {number}")
+            # The first token of a row is never predicted.
+            learnable = learnable or bool((labels[1:seq_length] != IGNORE_INDEX).any())
+            seen, number = seen + len(ids), number + 1
         if seen >= _TOKENS_CHECKED:
             break
     if not learnable:
@@ -144,6 +152,17 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--da
             f"{what} has no token to learn in its first {seen} tokens: rows need at least 2 tokens, and labels other "
             "than -100 behind the first one"
         )
+
+
+def _tokens_and_labels(row: Mapping[str, Any], where: str) -> tuple[Any, Any]:
+    """The ids and labels of a row, arrays or tensors, after all that its columns say; `where` begins an error."""
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    if len(ids) != len(labels):
+        raise ValueError(f"{where} has {len(ids)} input_ids and {len(labels)} labels; they must be as many")
+    try:
+        return apply_columns(row, ids, labels)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _refuse_ids(least: int | None, most: int | None, vocab_size: int, where: str, what: str = "token ids") -> None:
@@ -206,7 +225,7 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
     """Rows of any length as one batch: longer ones are cut at seq_length, shorter ones padded on the right.
 
     Args:
-        rows: each with `input_ids` `[length]` int64 and perhaps `labels`.
+        rows: each with `input_ids` `[length]` int64, perhaps `labels`, and other columns of `load_rows`.
         seq_length: most tokens of a row.
         vocab_size: of the model.
         flag: for errors.
@@ -216,15 +235,14 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
         hides from every real token.
 
     Raises:
-        ValueError: a token id or label outside the vocabulary, or labels of another length than their row.
+        ValueError: a token id or label outside the vocabulary, labels of another length than their row, or another
+            column that cannot be honoured.
     """
-    longest = min(seq_length, max(1, *(len(row["input_ids"]) for row in rows)))
+    kept = [_tokens_and_labels(row, f"{flag}: a row") for row in rows]
+    longest = min(seq_length, max(1, *(len(ids) for ids, _ in kept)))
     input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORE_INDEX)
-    for i, row in enumerate(rows):
-        ids, targets = row["input_ids"], row.get("labels", row["input_ids"])
-        if len(ids) != len(targets):
-            raise ValueError(f"{flag}: a row has {len(ids)} input_ids and {len(targets)} labels")
+    for i, (ids, targets) in enumerate(kept):
         length = min(len(ids), longest)
         input_ids[i, :length], labels[i, :length] = ids[:length], targets[:length]
     targets = labels.where(labels != IGNORE_INDEX, 0)

@@ -2,10 +2,7 @@
 
 import contextlib
 import copy
-import functools
 import json
-import logging
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import first_line
-
-_log = logging.getLogger(__name__)
+from .notes import say_once
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
 INDEX_FILES = tuple(f"{name}.index.json" for name in SINGLE_FILES)
@@ -183,14 +179,7 @@ def load_whole(name: str, config: Any, dtype: torch.dtype) -> Any:
 
 def _say_unexpected(name: str, found: dict[str, Any]) -> None:
     if found["unexpected_keys"]:
-        _say_once(
+        say_once(
             f"--model {name}: its weights also hold {_some_of(found['unexpected_keys'])}, for which this model has "
             "no place; they are not used"
         )
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    """Say on the first process what is found both before and while a model loads."""
-    if os.environ.get("RANK", "0") == "0":
-        _log.warning(message)

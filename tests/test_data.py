@@ -65,7 +65,7 @@ FORMS = ["save_to_disk", "save_to_disk of splits", "parquet", "folder of parquet
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_rows_and_only_the_columns_of_training(table, tmp_path, form):
     rows = load_rows(str(save(table, form, tmp_path / "data")))
-    assert rows.column_names == ["input_ids"]
+    assert rows.column_names == ["input_ids", "attention_mask"]
     assert [row["input_ids"].tolist() for row in rows] == ROWS
     assert rows[0]["input_ids"].dtype == torch.int64
 

@@ -106,7 +106,7 @@ def test_padding_of_a_tokenized_row_is_cut_off():
     (only,) = rows.tokenized_documents([{**padded, "labels": [-100, -100, 1, -100, 3, 9]}], "d")
     assert only.input_ids.tolist() == [1, 2, 3]
     assert documents.targets_of(only).tolist() == [-100, 3, -100]
-    with pytest.raises(ValueError, match="row 0 has padding between its tokens"):
+    with pytest.raises(ValueError, match="row 0: attention_mask has padding between its tokens"):
         list(rows.tokenized_documents([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "d"))
     with pytest.raises(ValueError, match="none of input_ids or tokens"):
         list(rows.tokenized_documents([{"text": "a"}], "d"))

@@ -143,6 +143,70 @@ def test_rows_without_any_target_are_refused(train, assets, capsys, flag):
     assert f"{flag} {assets / 'unlearnt'} has no token to learn" in capsys.readouterr().err
 
 
+def test_padding_is_neither_learned_nor_evaluated(train, assets, tmp_path):
+    """Rows of 20 tokens and 28 of padding: 19 targets, and the loss of plain transformers on the 20 tokens."""
+    import datasets
+    from transformers import AutoModelForCausalLM
+
+    rows = torch.randint(1, VOCABULARY, (4, 20), generator=torch.Generator().manual_seed(1))
+    padded = [row + [0] * 28 for row in rows.tolist()]
+    padding = {"input_ids": padded, "attention_mask": [[1] * 20 + [0] * 28] * 4}
+    datasets.Dataset.from_dict(padding).save_to_disk(tmp_path / "padded")
+    flags = ["--dataset", str(tmp_path / "padded"), "--eval-dataset", str(tmp_path / "padded"), "--learning-rate", "0"]
+    for record in metrics(train(*flags, "--max-train-steps", "2", "--gradient-accumulate-every", "4")):
+        assert record["valid_tokens"] == 4 * 19
+        with torch.no_grad():
+            expected = AutoModelForCausalLM.from_pretrained(assets / "model")(rows, labels=rows).loss.item()
+        assert record["loss"] == pytest.approx(expected, rel=1e-5)
+    assert record["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
+def test_packed_documents_are_refused_at_the_start(train, assets, tmp_path, capsys, flag):
+    import datasets
+
+    packed = {"input_ids": [list(range(48))], "position_ids": [[*range(20), *range(28)]]}
+    datasets.Dataset.from_dict(packed).save_to_disk(tmp_path / "packed")
+    with pytest.raises(SystemExit):
+        train(flag, str(tmp_path / "packed"))
+    message = f"{flag} {tmp_path}/packed: row 0: position_ids [0, 1, 2, 3, ...] does not count from 0 by ones"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_that_are_used_and_those_that_are_not_are_said_once(train, assets, tmp_path, caplog):
+    import datasets
+
+    rows = datasets.load_from_disk(str(assets / "mostly-unlearnt"))
+    rows.add_column("source", ["web"] * len(rows)).save_to_disk(tmp_path / "rows")
+    train("--dataset", str(tmp_path / "rows"), "--max-train-steps", "1")
+    said = [record.getMessage() for record in caplog.records if "--dataset" in record.getMessage()]
+    assert said == [f"--dataset {tmp_path}/rows: labels say which tokens are learned (-100: none); not used: source"]
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_that_lack_a_tensor_are_not_trained(train, assets, tmp_path, capsys, form):
+    """Whether it shows in a header or only when the model loads."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(assets / "model", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    (folder / "model.safetensors").unlink()
+    if form == "pytorch_model.bin":
+        torch.save(tensors, folder / form)
+    else:
+        save_file(tensors, folder / form, metadata={"format": "pt"})
+    with pytest.raises(SystemExit) as stop:
+        train("--model", str(folder))
+    assert stop.value.code == 2
+    message = f"train.py cannot start:\n  - --model {folder}: its weights lack lm_head.weight, which would be random"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
 def test_learning_rates_are_the_flags(train):
     flags = ["--warmup-steps", "2", "--lr-scheduler", "linear", "--learning-rate", "6e-4", "--max-train-steps", "5"]
     rates = [record["learning_rate"] for record in metrics(train(*flags))]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
 from transformers import AutoConfig
 
-from easy_context import weights
+from easy_context import notes
 from easy_context.accelerator import compile_nothing_on_cpu
 from easy_context.weights import check_weights, load_whole
 
@@ -176,7 +176,7 @@ def test_tensors_without_a_place_are_named_once_on_the_first_process(tmp_path, m
         caplog.clear()
         check_weights(name, AutoConfig.from_pretrained(name))
         load(name)
-        records = [record for record in caplog.records if record.name == weights.__name__]
+        records = [record for record in caplog.records if record.name == notes.__name__]
         assert len(records) == expected
     assert records[0].levelno == logging.WARNING
     assert records[0].message == (

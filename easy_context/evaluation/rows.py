@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..columns import apply_columns, describe_columns, kind_of
 from ..data import is_saved_dataset
 from ..errors import first_line
+from ..notes import say_once
 from .documents import Document
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
@@ -21,11 +23,11 @@ def tokenized_documents(rows: Iterable[dict], name: str) -> Iterator[Document]:
     """One document a row of a tokenized dataset; padding (attention_mask 0 at either end) is cut off.
 
     Args:
-        rows: with `input_ids` (or `tokens`), and `labels` and `attention_mask` where there are any.
+        rows: with `input_ids` (or `tokens`), `labels` where there are any, and other columns; see columns.py.
         name: of the dataset, for errors.
 
     Raises:
-        ValueError: a row that is no tokenized text, naming it.
+        ValueError: a row that is no tokenized text, or a column of it that cannot be honoured, naming it.
     """
     for number, row in enumerate(rows):
         where = f"--tokenized {name}: row {number}"
@@ -34,16 +36,23 @@ def tokenized_documents(rows: Iterable[dict], name: str) -> Iterator[Document]:
         column = next((key for key in TOKEN_COLUMNS if key in row), None)
         if column is None:
             raise ValueError(f"{where} has columns {sorted(row)}, none of {' or '.join(TOKEN_COLUMNS)}")
+        if number == 0:
+            _say_columns(row, column, name)
         ids = labels = _integers(row[column], f"{where}: {column}")
         if row.get("labels") is not None:
             labels = _integers(row["labels"], f"{where}: labels", len(ids))
-        if row.get("attention_mask") is not None:
-            kept = _integers(row["attention_mask"], f"{where}: attention_mask", len(ids)).nonzero().flatten()
-            first, last = (int(kept[0]), int(kept[-1]) + 1) if len(kept) else (0, 0)
-            if last - first != len(kept):
-                raise ValueError(f"{where} has padding between its tokens; keep padding at the ends")
-            ids, labels = ids[first:last], labels[first:last]
+        try:
+            ids, labels = apply_columns(row, ids, labels)
+        except ValueError as reason:
+            raise ValueError(f"{where}: {reason}") from None
         yield Document(f"row-{number}", ids, labels, where)
+
+
+def _say_columns(row: dict, ids: str, name: str) -> None:
+    """Say what is read beside the token ids, and what is not."""
+    used = [key for key in row if key in (ids, "labels") or (kind_of(key) and isinstance(row[key], list))]
+    if note := describe_columns(row, used):
+        say_once(f"--tokenized {name}: {note}")
 
 
 def _integers(values: Any, what: str, length: int | None = None) -> torch.Tensor:

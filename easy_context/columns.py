@@ -1,0 +1,133 @@
+"""Columns beside a row's token ids: which of them say how the row is to be read, and what follows from them.
+
+A column is known by its name, as TRL, Axolotl, LLaMA-Factory, torchtune, LLM Foundry, MaxText, NeMo and Megatron write
+it. What it says is honoured where that is only a matter of leaving tokens out, and refused where it cannot be: a row of
+packed documents that do not see each other, or a loss that is weighted or masked. A column that says nothing (positions
+that count from 0, a mask of ones) is no obstacle.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+IGNORE_INDEX = -100  # as loss.py has it, which imports PyTorch
+_KINDS = {
+    "padding": r"attention_masks?",
+    "positions": r"(input_?|inputs_?|target_?|targets_?|decoder_?)?(position|pos)(s|_?ids?)?",
+    "documents": r"(decoder_?)?(segment|seg|document|doc|sequence|seq|sample|example|token_type)s?_?(id|ids|idx)"
+    r"|segments?|(inputs?|targets?)_segmentation",
+    "lengths": r"(sub_?)?(seq|sequence|doc|document|sample)_?(len|lens|lengths)|seqlens?",
+    "boundaries": r"cu_?(seq|doc)_?(len|lens|lengths)(_[qk])?|seq_start_ids?",
+    "learned": r"((loss|completion|assistant|assistant_tokens|response|answer|label|labels|target|train)_)?masks?",
+    "not learned": r"(special_tokens|prompt|instruction|user|padding|pad|key_padding)_masks?",
+    "weights": r"(loss|token)_?(weight|scale)s?|weights",
+    "targets": r"(label|target|lm_label)_?ids|(lm|shift|shifted)_?labels|targets?|target_tokens",
+}
+_PACKED = "packed documents would be read as one text; give each document a row of its own"
+_LABELS = f"give labels instead, a copy of input_ids with {IGNORE_INDEX} where nothing is to be learned"
+
+
+@functools.cache
+def kind_of(column: str) -> str | None:
+    """Return what a column of this name says of its row, or None for a name that is not known."""
+    return next((kind for kind, names in _KINDS.items() if re.fullmatch(names, column.lower())), None)
+
+
+def describe_columns(columns: Iterable[str], used: Collection[str]) -> str | None:
+    """Return a sentence about the columns beside the token ids, or None if there are none.
+
+    Args:
+        columns: all of the dataset.
+        used: those that are read.
+    """
+    notes = []
+    if "labels" in used:
+        notes.append(f"labels say which tokens are learned ({IGNORE_INDEX}: none)")
+    if padding := [column for column in used if kind_of(column) == "padding"]:
+        notes.append(f"what {padding[0]} hides at the ends of a row is left out")
+    if dropped := sorted(set(columns) - set(used)):
+        notes.append(f"not used: {', '.join(dropped)}")
+    return "; ".join(notes) or None
+
+
+def apply_columns(row: Mapping[str, Any], ids: Any, labels: Any = None) -> tuple[Any, Any]:
+    """Return a row's tokens and labels after all that its other columns say.
+
+    Args:
+        row: column -> value; lists, arrays or tensors. Values that are None or no lists say nothing.
+        ids: token ids `[length]`, an array or tensor.
+        labels: of the same length and type; `ids` if None.
+
+    Returns:
+        `ids` and `labels` without the padding that an attention mask hides at either end.
+
+    Raises:
+        ValueError: a column that cannot be honoured, with its name first.
+    """
+    labels = ids if labels is None else labels
+    known = {column: _array(row[column]) for column in row if kind_of(column) and row[column] is not None}
+    kept = slice(0, len(ids))
+    for column, values in known.items():
+        if kind_of(column) == "padding":
+            kept = _shown(column, values, len(ids))
+    for column, values in known.items():
+        if kind_of(column) != "padding" and values.ndim:
+            _check(column, values, kept, np.asarray(ids), np.asarray(labels))
+    return ids[kept], labels[kept]
+
+
+def _array(values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of different lengths within a list
+        return np.empty((0, 0))
+
+
+def _shown(column: str, mask: np.ndarray, length: int) -> slice:
+    """The tokens that an attention mask shows, which must lie together."""
+    _check_length(column, mask, length)
+    shown = mask.nonzero()[0]
+    if not (mask[shown] == 1).all():
+        raise ValueError(f"{column} holds other values than 0 and 1: {_PACKED}")
+    first, last = (int(shown[0]), int(shown[-1]) + 1) if len(shown) else (0, 0)
+    if last - first != len(shown):
+        raise ValueError(f"{column} has padding between its tokens, which cannot be honoured; keep padding at the ends")
+    return slice(first, last)
+
+
+def _check(column: str, values: np.ndarray, kept: slice, ids: np.ndarray, labels: np.ndarray) -> None:
+    kind = kind_of(column)
+    if kind in ("lengths", "boundaries"):
+        if not np.isin(values, (0, len(ids), kept.stop, kept.stop - kept.start)).all():
+            raise ValueError(f"{column} {_few(values)} divides the row: {_PACKED}")
+        return
+    if kind == "documents" and (values.ndim != 1 or len(values) != len(ids)):
+        return  # of the row as a whole
+    _check_length(column, values, len(ids))
+    values, ids, labels = values[kept], ids[kept], labels[kept]
+    learned = labels != IGNORE_INDEX
+    if kind == "positions" and not np.array_equal(values, np.arange(len(ids))):
+        raise ValueError(f"{column} {_few(values)} does not count from 0 by ones: {_PACKED}")
+    if kind == "documents" and (values != values[:1]).any():
+        raise ValueError(f"{column} changes within a row: {_PACKED}")
+    if (kind == "learned" and learned[values == 0].any()) or (kind == "not learned" and learned[values != 0].any()):
+        raise ValueError(f"{column} marks tokens that are not to be learned, but only labels are read: {_LABELS}")
+    if kind == "weights" and (values[learned] != 1).any():
+        raise ValueError(f"{column} weighs tokens unequally, which cannot be honoured: drop the column, or {_LABELS}")
+    if kind == "targets" and not np.array_equal(values, labels):
+        raise ValueError(f"{column} is not what is learned, since only labels are read: {_LABELS}")
+
+
+def _check_length(column: str, values: np.ndarray, length: int) -> None:
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "biuf"):
+        raise ValueError(f"{column} must be a list of numbers, one for each token, got {_few(values)}")
+    if len(values) != length:
+        raise ValueError(f"{column} has {len(values)} values for {length} tokens; there must be one for each")
+
+
+def _few(values: np.ndarray) -> str:
+    text = ", ".join(map(str, values.reshape(-1)[:4].tolist()))
+    return f"[{text}, ...]" if values.size > 4 else f"[{text}]"
