@@ -18,6 +18,7 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 
 import functools
 import sys
+from pathlib import Path
 
 from easy_context.arguments import check_arguments, parse_arguments, refusal
 
@@ -36,11 +37,12 @@ def main() -> None:
         prepare_seq_parallel_inputs,
     )
     from easy_context.accelerator import COLLECTIVE_TIMEOUT, build_accelerator, clip_gradients, prepare_training
-    from easy_context.checkpoints import load_tokenizer, prepare_output_dir, save_model
+    from easy_context.checkpoints import load_tokenizer, prepare_metrics, prepare_output_dir, save_model
     from easy_context.data import describe_lengths, evaluation_batches, load_rows, training_windows
     from easy_context.liger import apply_liger
     from easy_context.loss import IGNORE_INDEX, shift_labels
     from easy_context.metrics import MetricsLog, StepMeter, count_parameters, flops_per_token
+    from easy_context.resuming import Checkpoints
     from easy_context.tiled_mlp import apply_tiled_mlp
     from easy_context.weights import load_whole
     from easy_context.zero_offload import choose_offload
@@ -83,7 +85,9 @@ def main() -> None:
     dataset = load_rows(args.dataset)
     if note := describe_lengths(dataset, args.seq_length):
         accelerator.print(note)
-    windows = training_windows(dataset, args, mesh, config.vocab_size)
+    checkpoints = Checkpoints(accelerator, args, mesh, model, optimizer, scheduler, rows=len(dataset))
+    last_step = checkpoints.restore()  # 0 for a new run
+    windows = training_windows(dataset, args, mesh, config.vocab_size, first_step=last_step + 1)
     eval_dataset = load_rows(args.eval_dataset, "--eval-dataset") if args.eval_dataset else None
     rows_per_step = args.batch_size * args.gradient_accumulate_every * mesh.data_size
     accelerator.print(
@@ -135,10 +139,12 @@ def main() -> None:
     # DeepSpeed and DDP average gradients over processes, and both divide by the accumulation steps. The loss is already
     # divided by the targets of the whole window on all ranks, so both divisions are undone.
     gradient_scale = accelerator.num_processes * args.gradient_accumulate_every
-    log = MetricsLog(accelerator, args)
+    if accelerator.is_main_process:
+        prepare_metrics(Path(args.output_dir), last_step)
+    log = MetricsLog(accelerator, args, last_step)
     meter = StepMeter(device, accelerator.num_processes, token_flops)
     model.train()
-    for step in range(1, args.max_train_steps + 1):
+    for step in range(last_step + 1, args.max_train_steps + 1):
         parts = [shard(batch) for batch in next(windows)]
         tokens, valid_tokens, row_length = count_tokens(parts)
         learning_rate = scheduler.get_last_lr()[0]
@@ -169,6 +175,9 @@ def main() -> None:
             accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
             accelerator.state.destroy_process_group()
             sys.exit(1)
+        if checkpoints.due(step):
+            checkpoints.save(step)
+            meter.restart()
 
     log.close()
     save_model(accelerator, model, load_tokenizer(args.model) if accelerator.is_main_process else None, args.output_dir)

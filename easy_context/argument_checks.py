@@ -52,8 +52,12 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
         "eval_every",
         "log_every",
         "ring_degree",
+        "keep_last",
     )
-    not_negative = ("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate")
+    not_negative = (
+        *("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate"),
+        *("save_every", "save_minutes"),
+    )
     for names, least in ((("seq_length",), 2), (at_least_one, 1), (not_negative, 0)):
         for name in names:
             value = getattr(args, name)
@@ -76,9 +80,14 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
 def _output_problems(args: argparse.Namespace) -> list[str]:
     from .checkpoints import is_finished
     from .files import nearest_existing, probe_folder
+    from .resuming import MANIFEST
 
     if not args.output_dir.strip():
         return ["--output-dir is empty: name a folder"]
+    if args.resume not in ("auto", "none") and not (Path(args.resume) / MANIFEST).is_file():
+        return [
+            f"--resume {args.resume} is no checkpoint ({MANIFEST} is missing): give a folder checkpoint-<step>, or auto"
+        ]
     output_dir = existing = Path(args.output_dir)
     try:
         existing = nearest_existing(output_dir)  # raises if a name is too long

@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_and_data(parser)
     _add_optimisation(parser)
     _add_parallelism(parser)
+    _add_saving(parser)
     _add_logging(parser)
     return parser
 
@@ -156,6 +157,24 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         help="Liger's fused RMSNorm, RoPE, SwiGLU and loss; used by default where CUDA and liger-kernel are there",
     )
     how.add_argument("--mixed-precision", choices=("bf16", "no"), default="bf16", help="bf16, or float32 throughout")
+
+
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    saving = parser.add_argument_group("saving and resuming")
+    saving.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints to resume from; 0 for none"
+    )
+    saving.add_argument("--save-minutes", type=float, default=0.0, help="minutes between checkpoints; 0 for none")
+    saving.add_argument("--keep-last", type=int, default=2, help="checkpoints to keep; older ones are removed")
+    saving.add_argument(
+        "--resume",
+        default="auto",
+        help="checkpoint to go on from: auto takes the last whole one in --output-dir and starts anew without one; none "
+        "starts anew; or a checkpoint's folder",
+    )
+    saving.add_argument(
+        "--resume-anyway", action="store_true", help="resume although settings that change the weights are others"
+    )
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:

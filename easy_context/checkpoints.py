@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import first_line
+from .files import write_whole
 
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
 # As save_pretrained names them.
@@ -21,17 +22,32 @@ def is_finished(output_dir: Path) -> bool:
 
 
 def prepare_output_dir(args: Namespace) -> None:
-    """Make the output folder and write `args.json`. An earlier run's metrics are kept under a numbered name."""
+    """Make the output folder and write `args.json`."""
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    metrics = output_dir / "metrics.jsonl"
-    if metrics.exists():
-        number = 1
-        while (kept := output_dir / f"metrics-{number}.jsonl").exists():
-            number += 1
-        metrics.rename(kept)
-        print(f"{metrics} of an earlier run is now {kept}")
     (output_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+
+
+def prepare_metrics(output_dir: Path, step: int) -> None:
+    """Make room for the metrics of the steps behind `step`.
+
+    A run that goes on keeps the lines up to its checkpoint; later ones are written again. A new run (step 0) keeps an
+    earlier run's file under a numbered name.
+    """
+    metrics = output_dir / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    if step:
+        lines = metrics.read_text().splitlines(keepends=True)
+        write_whole(
+            metrics, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
+        )
+        return
+    number = 1
+    while (kept := output_dir / f"metrics-{number}.jsonl").exists():
+        number += 1
+    metrics.rename(kept)
+    print(f"{metrics} of an earlier run is now {kept}")
 
 
 def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:

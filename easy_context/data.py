@@ -189,16 +189,19 @@ class RowStream:
         return self._dataset[self._order[offset]]
 
 
-def training_windows(dataset: Any, args: Namespace, mesh: Mesh, vocab_size: int) -> Iterator[list[Batch]]:
+def training_windows(
+    dataset: Any, args: Namespace, mesh: Mesh, vocab_size: int, first_step: int = 1
+) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one accumulation window an optimizer step.
 
-    Step s uses rows s*G to (s+1)*G of the stream, G = batch size x accumulation x data-parallel groups, however G is
-    made up; ranks of one sequence-parallel group get the same rows.
+    Step s, counted from 1, uses rows (s-1)*G to s*G of the stream, G = batch size x accumulation x data-parallel groups,
+    however G is made up; ranks of one sequence-parallel group get the same rows. The first window is `first_step`'s.
 
     Yields:
         `--gradient-accumulate-every` batches as `collate` makes them.
     """
-    stream, row = RowStream(dataset, args.seed), 0
+    stream = RowStream(dataset, args.seed)
+    row = (first_step - 1) * args.gradient_accumulate_every * args.batch_size * mesh.data_size
     while True:
         window = []
         for _ in range(args.gradient_accumulate_every):

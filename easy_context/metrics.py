@@ -133,12 +133,13 @@ class StepMeter:
 class MetricsLog:
     """Writes records on rank 0: a line of `metrics.jsonl`, the trackers, the progress bar."""
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: Any, args: Any, step: int = 0) -> None:
         """Open the file, the trackers and the bar.
 
         Args:
             accelerator: the Accelerator, made with `log_with`.
             args: train.py's arguments.
+            step: the last one of an earlier run that this one continues.
         """
         from tqdm import tqdm
 
@@ -154,7 +155,7 @@ class MetricsLog:
             )
         main = accelerator.is_main_process
         self._file = open(Path(args.output_dir) / "metrics.jsonl", "a") if main else None  # noqa: SIM115
-        self._bar = tqdm(total=args.max_train_steps, unit="step", disable=not main)
+        self._bar = tqdm(total=args.max_train_steps, initial=step, unit="step", disable=not main)
 
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""

@@ -1,0 +1,316 @@
+"""Folders `checkpoint-<step>/` from which a run that was cut off goes on, written whole or not at all.
+
+Every process writes one file: under ZeRO-3 its share of the float32 weights and of the optimizer's moments, otherwise
+the first process all of them. The rows of a step are a function of the step alone, so nothing of the data is saved.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .arguments import cannot_start
+from .errors import first_line
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+PARTIAL = ".saving-checkpoint"
+FORMAT = 1
+# Another value of one of these gives other weights. Modes, kernels and what is kept where do not.
+SETTINGS = (
+    "model",
+    "dataset",
+    "seq_length",
+    "rope_theta",
+    "learning_rate",
+    "warmup_steps",
+    "lr_scheduler",
+    "weight_decay",
+    "adam_betas",
+    "max_grad_norm",
+    "seed",
+    "mixed_precision",
+)
+
+
+class Checkpoints:
+    """A run's checkpoints: when one is due, saving it, going on from the last one that is whole."""
+
+    def __init__(
+        self, accelerator: Any, args: Namespace, mesh: Any, model: Any, optimizer: Any, scheduler: Any, rows: int
+    ) -> None:
+        """Remember what is saved.
+
+        Args:
+            accelerator: the Accelerator.
+            args: train.py's arguments.
+            mesh: the grid of ranks.
+            model: prepared, like the optimizer.
+            optimizer: of plain PyTorch; DeepSpeed's engine has its own.
+            scheduler: of the learning rate.
+            rows: of the dataset; their number decides their order.
+        """
+        self._accelerator, self._args = accelerator, args
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._folder = Path(args.output_dir)
+        self._sharded = accelerator.state.deepspeed_plugin is not None
+        self._settings = settings_of(args, mesh.data_size, rows)
+        self._last_save = time.monotonic()
+        stage = model.zero_optimization_stage() if self._sharded else None
+        if stage not in (None, 3) and (args.save_every or args.save_minutes):
+            cannot_start(
+                [f"--save-every and --save-minutes save ZeRO-3 or plain runs, and this one has ZeRO stage {stage}"]
+            )
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after `step`, the same on every process."""
+        every, minutes = self._args.save_every, self._args.save_minutes
+        if step == self._args.max_train_steps:
+            return False  # the model itself is saved next
+        due = bool(every) and step % every == 0
+        if minutes and not due:
+            due = self._agree_any(
+                self._accelerator.is_main_process and time.monotonic() - self._last_save >= 60 * minutes
+            )
+        return due
+
+    def save(self, step: int) -> None:
+        """Save `checkpoint-<step>`. A full disk, or any error of the file system, costs this checkpoint and no more."""
+        start, partial = time.perf_counter(), self._folder / PARTIAL
+        main = self._accelerator.is_main_process
+        if main:
+            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                partial.mkdir()
+        self._accelerator.wait_for_everyone()
+        problem, entry = None, None
+        try:
+            entry = _write_own(partial / _file_of(self._accelerator.process_index), self._state())
+        except (OSError, RuntimeError) as error:  # torch.save gives a RuntimeError when the disk is full
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            problem = first_line(error)
+        problem, files = self._collect(problem, entry)
+        if main and problem is None:
+            try:
+                _finish(self._folder, step, {"files": files, "settings": self._settings} | self._versions())
+                self._remove_old()
+            except OSError as error:
+                problem = first_line(error)
+        problem, _ = self._collect(problem, None)
+        if problem is not None:
+            if main:
+                shutil.rmtree(partial, ignore_errors=True)
+            logger.warning(
+                "checkpoint of step %d could not be saved (%s); earlier ones are untouched and training goes on",
+                step,
+                problem,
+            )
+        self._last_save = time.monotonic()
+        if problem is None:
+            logger.info("saved checkpoint-%d in %.1f s", step, time.perf_counter() - start)
+
+    def restore(self) -> int:
+        """Load the checkpoint that --resume names, or the last whole one.
+
+        A named checkpoint that is damaged, and one that was made with other settings, end the run with a message.
+
+        Returns:
+            The step that it was saved after; 0 where there is none.
+        """
+        try:
+            return self._restore()
+        except ValueError as problem:
+            cannot_start([str(problem)])
+
+    def _restore(self) -> int:
+        if self._args.resume == "none":
+            return 0
+        named = self._args.resume != "auto"
+        candidates = [Path(self._args.resume)] if named else _newest_first(self._folder)
+        for folder in candidates:
+            problem, manifest = self._inspect(folder)
+            if problem is None:
+                self._refuse_other_settings(folder, manifest)
+                self._load(folder)
+                logger.info("resumed from %s", folder)
+                return manifest["step"]
+            if named:
+                raise ValueError(f"--resume {folder} cannot be used: {problem}")
+            logger.warning("%s is left out: %s", folder, problem)
+        return 0
+
+    def _inspect(self, folder: Path) -> tuple[str | None, dict[str, Any]]:
+        """What is wrong with a checkpoint, as any process sees it (each reads its own file), and its manifest."""
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            problem = self._damage(folder, manifest)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            manifest, problem = {}, f"its {MANIFEST} cannot be read ({first_line(error)})"
+        problem, _ = self._collect(problem, None)
+        return problem, manifest
+
+    def _damage(self, folder: Path, manifest: dict[str, Any]) -> str | None:
+        if manifest["format"] != FORMAT:
+            return f"format {manifest['format']} is not {FORMAT}"
+        for name, entry in manifest["files"].items():
+            size = (folder / name).stat().st_size if (folder / name).exists() else None
+            if size != entry["size"]:
+                return f"{name} has {size} bytes and should have {entry['size']}"
+        for name in self._files_to_read(manifest):
+            with open(folder / name, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
+                    return f"{name} is damaged: its checksum is another"
+        return None
+
+    def _files_to_read(self, manifest: dict[str, Any]) -> list[str]:
+        own = _file_of(self._accelerator.process_index)
+        names = [own] if self._sharded else [_file_of(0)]
+        return [name for name in names if name in manifest["files"]]
+
+    def _refuse_other_settings(self, folder: Path, manifest: dict[str, Any]) -> None:
+        saved = manifest["settings"]
+        other = [
+            f"{name} was {saved.get(name)!r} and is {value!r}"
+            for name, value in json.loads(json.dumps(self._settings)).items()
+            if saved.get(name) != value
+        ]
+        if other and not self._args.resume_anyway:
+            raise ValueError(
+                f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or start "
+                "anew with --resume none"
+            )
+        processes = self._accelerator.num_processes
+        if self._sharded and manifest["processes"] != processes:
+            raise ValueError(
+                f"{folder} holds the shares of {manifest['processes']} processes under ZeRO-3, and this launch has "
+                f"{processes}: launch {manifest['processes']}"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        random_state = {"cpu": torch.get_rng_state()}
+        if self._accelerator.device.type == "cuda":
+            random_state["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
+        state = {"random": random_state, "scheduler": self._scheduler.state_dict()}
+        if self._sharded:
+            whole = self._model.optimizer.state_dict()
+            return state | {key: whole[key] for key in _SHARES}
+        if self._accelerator.is_main_process:
+            model = self._accelerator.unwrap_model(self._model)
+            state |= {"model": model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return state
+
+    def _load(self, folder: Path) -> None:
+        process = self._accelerator.process_index
+        own = folder / _file_of(process)
+        state = torch.load(own if own.exists() else folder / _file_of(0), map_location="cpu", weights_only=True)
+        if self._sharded:
+            zero = self._model.optimizer
+            zero.checkpoint_event_prologue()  # parameters that are kept whole are given back
+            zero.load_state_dict({dist.get_rank(): zero.state_dict() | {key: state[key] for key in _SHARES}})
+            zero.checkpoint_event_epilogue()
+        else:
+            whole = state if process == 0 else torch.load(folder / _file_of(0), map_location="cpu", weights_only=True)
+            self._accelerator.unwrap_model(self._model).load_state_dict(whole["model"])
+            self._optimizer.load_state_dict(whole["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"] and self._accelerator.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"], self._accelerator.device)
+
+    def _versions(self) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        packages = ("torch", "transformers", "accelerate", "deepspeed")
+        return {
+            "format": FORMAT,
+            "processes": self._accelerator.num_processes,
+            "versions": {name: version(name) for name in packages},
+        }
+
+    def _collect(self, problem: str | None, entry: dict | None) -> tuple[str | None, dict]:
+        """Any process's problem, and what every process wrote, on every process."""
+        if self._accelerator.num_processes == 1:
+            return problem, entry or {}
+        found: list[Any] = [None] * self._accelerator.num_processes
+        dist.all_gather_object(found, (problem, entry or {}))
+        files = {name: value for _, each in found for name, value in each.items()}
+        return next((said for said, _ in found if said), None), files
+
+    def _agree_any(self, flag: bool) -> bool:
+        if self._accelerator.num_processes == 1:
+            return flag
+        tensor = torch.tensor(int(flag), device=self._accelerator.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return bool(tensor)
+
+    def _remove_old(self) -> None:
+        for old in _newest_first(self._folder)[self._args.keep_last :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+# The keys of a DeepSpeed ZeRO-3 optimizer's state that hold tensors: moments, and float32 weights.
+_SHARES = ("optimizer_state_dict", "fp32_flat_groups")
+
+
+def settings_of(args: Namespace, data_size: int, rows: int) -> dict[str, Any]:
+    """Return what decides the weights of each step, for the comparison with a checkpoint's."""
+    settings = {name: getattr(args, name) for name in SETTINGS} | {"rows": rows}
+    settings["rows_per_step"] = args.batch_size * args.gradient_accumulate_every * data_size
+    if args.lr_scheduler != "constant":
+        settings["max_train_steps"] = args.max_train_steps
+    return settings
+
+
+def _file_of(process: int) -> str:
+    return f"rank-{process:05d}.pt"
+
+
+def _write_own(path: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Write one process's file through to the disk; return its entry of the manifest."""
+    torch.save(state, path)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {path.name: {"size": path.stat().st_size, "sha256": digest}}
+
+
+def _finish(folder: Path, step: int, manifest: dict[str, Any]) -> None:
+    """Write the manifest and give the folder its name: from then on the checkpoint exists."""
+    partial, target = folder / PARTIAL, folder / f"checkpoint-{step}"
+    with open(partial / MANIFEST, "w") as file:
+        json.dump({"step": step} | manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(partial)
+    if target.exists():  # damaged, or a run with --resume none came by again
+        shutil.rmtree(target)
+    partial.rename(target)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    steps = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+_NAME = re.compile(r"checkpoint-(\d+)")
