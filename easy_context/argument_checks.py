@@ -85,9 +85,7 @@ def _output_problems(args: argparse.Namespace) -> list[str]:
     if not args.output_dir.strip():
         return ["--output-dir is empty: name a folder"]
     if args.resume not in ("auto", "none") and not (Path(args.resume) / MANIFEST).is_file():
-        return [
-            f"--resume {args.resume} is no checkpoint ({MANIFEST} is missing): give a folder checkpoint-<step>, or auto"
-        ]
+        return [f"--resume {args.resume} holds no {MANIFEST}: give the folder of a checkpoint, auto or none"]
     output_dir = existing = Path(args.output_dir)
     try:
         existing = nearest_existing(output_dir)  # raises if a name is too long

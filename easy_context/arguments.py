@@ -169,8 +169,8 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
     saving.add_argument(
         "--resume",
         default="auto",
-        help="checkpoint to go on from: auto takes the last whole one in --output-dir and starts anew without one; none "
-        "starts anew; or a checkpoint's folder",
+        help="folder of a checkpoint to go on from; auto takes the last whole one in --output-dir, if there is one; none "
+        "starts anew",
     )
     saving.add_argument(
         "--resume-anyway", action="store_true", help="resume although settings that change the weights are others"

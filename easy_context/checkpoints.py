@@ -39,9 +39,9 @@ def prepare_metrics(output_dir: Path, step: int) -> None:
         return
     if step:
         lines = metrics.read_text().splitlines(keepends=True)
-        write_whole(
-            metrics, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
-        )
+        # A killed run may have left half a line.
+        kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_whole(metrics, "".join(kept_lines))
         return
     number = 1
     while (kept := output_dir / f"metrics-{number}.jsonl").exists():

@@ -194,8 +194,8 @@ def training_windows(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches, one accumulation window an optimizer step.
 
-    Step s, counted from 1, uses rows (s-1)*G to s*G of the stream, G = batch size x accumulation x data-parallel groups,
-    however G is made up; ranks of one sequence-parallel group get the same rows. The first window is `first_step`'s.
+    Step s, counted from 1, uses rows (s-1)*G to s*G of the stream, G = batch size x accumulation x data-parallel
+    groups, however G is made up; ranks of one sequence-parallel group get the same rows. `first_step` comes first.
 
     Yields:
         `--gradient-accumulate-every` batches as `collate` makes them.

@@ -70,7 +70,7 @@ class Checkpoints:
         stage = model.zero_optimization_stage() if self._sharded else None
         if stage not in (None, 3) and (args.save_every or args.save_minutes):
             cannot_start(
-                [f"--save-every and --save-minutes save ZeRO-3 or plain runs, and this one has ZeRO stage {stage}"]
+                [f"--save-every and --save-minutes need ZeRO-3 or no DeepSpeed, and this is ZeRO stage {stage}"]
             )
 
     def due(self, step: int) -> bool:
@@ -188,8 +188,8 @@ class Checkpoints:
         ]
         if other and not self._args.resume_anyway:
             raise ValueError(
-                f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or start "
-                "anew with --resume none"
+                f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or "
+                "start anew with --resume none"
             )
         processes = self._accelerator.num_processes
         if self._sharded and manifest["processes"] != processes:

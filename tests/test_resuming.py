@@ -154,7 +154,7 @@ def test_a_named_checkpoint_must_be_whole(train, cut_off, capsys):
     assert "cannot be used: rank-00000.pt is damaged" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("cut", "--resume", str(cut_off))
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "holds no manifest.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
