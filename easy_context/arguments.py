@@ -169,8 +169,7 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
     saving.add_argument(
         "--resume",
         default="auto",
-        help="folder of a checkpoint to go on from; auto takes the last whole one in --output-dir, if there is one; none "
-        "starts anew",
+        help="folder of a checkpoint to go on from; auto: the last whole one in --output-dir, if any; none: start anew",
     )
     saving.add_argument(
         "--resume-anyway", action="store_true", help="resume although settings that change the weights are others"
