@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arguments import cannot_start
+from .arguments import refusal
+from .checkpoints import MODEL_CONFIG
 from .errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ SETTINGS = (
 class Checkpoints:
     """A run's checkpoints: when one is due, saving it, going on from the last one that is whole."""
 
+    @refusal()
     def __init__(
         self, accelerator: Any, args: Namespace, mesh: Any, model: Any, optimizer: Any, scheduler: Any, rows: int
     ) -> None:
@@ -69,8 +71,8 @@ class Checkpoints:
         self._last_save = time.monotonic()
         stage = model.zero_optimization_stage() if self._sharded else None
         if stage not in (None, 3) and (args.save_every or args.save_minutes):
-            cannot_start(
-                [f"--save-every and --save-minutes need ZeRO-3 or no DeepSpeed, and this is ZeRO stage {stage}"]
+            raise ValueError(
+                f"--save-every and --save-minutes need ZeRO-3 or no DeepSpeed, and this is ZeRO stage {stage}"
             )
 
     def due(self, step: int) -> bool:
@@ -121,6 +123,7 @@ class Checkpoints:
         if problem is None:
             logger.info("saved checkpoint-%d in %.1f s", step, time.perf_counter() - start)
 
+    @refusal()
     def restore(self) -> int:
         """Load the checkpoint that --resume names, or the last whole one.
 
@@ -129,17 +132,14 @@ class Checkpoints:
         Returns:
             The step that it was saved after; 0 where there is none.
         """
-        try:
-            return self._restore()
-        except ValueError as problem:
-            cannot_start([str(problem)])
+        step = self._load_last()
+        if self._accelerator.is_main_process:
+            self._set_aside(step)
+        return step
 
-    def _restore(self) -> int:
-        if self._args.resume == "none":
-            return 0
-        named = self._args.resume != "auto"
-        candidates = [Path(self._args.resume)] if named else _newest_first(self._folder)
-        for folder in candidates:
+    def _load_last(self) -> int:
+        named = self._args.resume not in ("auto", "none")
+        for folder in [Path(self._args.resume)] if named else self._candidates():
             problem, manifest = self._inspect(folder)
             if problem is None:
                 self._refuse_other_settings(folder, manifest)
@@ -150,6 +150,30 @@ class Checkpoints:
                 raise ValueError(f"--resume {folder} cannot be used: {problem}")
             logger.warning("%s is left out: %s", folder, problem)
         return 0
+
+    def _candidates(self) -> list[Path]:
+        """The checkpoints as rank 0 sees them, newest first; not those of a run that saved its model since."""
+        if self._args.resume == "none":
+            return []
+        config = self._folder / MODEL_CONFIG
+        finished = config.stat().st_mtime if config.exists() else 0.0
+        found = [[folder for folder in _newest_first(self._folder) if folder.stat().st_mtime > finished]]
+        if self._accelerator.num_processes > 1:
+            dist.broadcast_object_list(found, src=0, device=self._accelerator.device)
+        return found[0]
+
+    def _set_aside(self, step: int) -> None:
+        """Move checkpoints of later steps, damaged or of an earlier run, where no run takes them for its own."""
+        later = [folder for folder in _newest_first(self._folder) if int(folder.name.split("-")[1]) > step]
+        if not later:
+            return
+        number = 1
+        while (kept := self._folder / f"earlier-checkpoints-{number}").exists():
+            number += 1
+        kept.mkdir()
+        for folder in later:
+            folder.rename(kept / folder.name)
+        logger.warning("checkpoints behind step %d are of an earlier run or damaged: moved to %s", step, kept)
 
     def _inspect(self, folder: Path) -> tuple[str | None, dict[str, Any]]:
         """What is wrong with a checkpoint, as any process sees it (each reads its own file), and its manifest."""

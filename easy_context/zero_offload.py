@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .arguments import cannot_start
+from .arguments import refusal
 from .huggingface import head_dim
 from .mesh import sequence_size
 
@@ -44,6 +44,7 @@ class Memory:
         return self.gpu <= MARGIN * free.gpu and self.host <= MARGIN * free.host
 
 
+@refusal()
 def choose_offload(args: Namespace, config: Any, accelerator: Any) -> None:
     """Settle `zero_optimization.offload_*` of a ZeRO-3 launch: the JSON's word, --offload, or what fits.
 
@@ -55,13 +56,6 @@ def choose_offload(args: Namespace, config: Any, accelerator: Any) -> None:
         config: of the model.
         accelerator: with its process group; nothing has been prepared.
     """
-    try:
-        _settle(args, config, accelerator)
-    except ValueError as problem:
-        cannot_start([str(problem)])
-
-
-def _settle(args: Namespace, config: Any, accelerator: Any) -> None:
     plugin = accelerator.state.deepspeed_plugin
     zero = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization", {})
     if zero.get("stage") != 3:

@@ -75,11 +75,21 @@ def train(assets, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def cut_off(train, tmp_path):
+def cut_off(train, assets, tmp_path):
     """A run that saved after steps 2 and 4 and died in step 5."""
-    with pytest.raises(Killed):
-        train("cut", "--save-every", "2", die_at=5)
-    return tmp_path / "cut"
+    if not (assets / "cut").exists():  # trained once
+        with pytest.raises(Killed):
+            train("cut", "--save-every", "2", die_at=5)
+        shutil.move(tmp_path / "cut", assets / "cut")
+    return shutil.copytree(assets / "cut", tmp_path / "cut")
+
+
+@pytest.fixture
+def whole(train, assets, tmp_path):
+    """A run that was not cut off."""
+    if not (assets / "whole").exists():
+        shutil.move(train("whole"), assets / "whole")
+    return assets / "whole"
 
 
 def record_of(output_dir: Path) -> list[tuple]:
@@ -99,8 +109,7 @@ def checkpoints_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*checkpoint*"))
 
 
-def test_a_run_that_was_cut_off_twice_is_the_run_that_was_not(train, cut_off):
-    whole = train("whole")
+def test_a_run_that_was_cut_off_twice_is_the_run_that_was_not(train, cut_off, whole):
     assert checkpoints_in(whole) == [], "nothing is saved unasked"
     assert checkpoints_in(cut_off) == ["checkpoint-2", "checkpoint-4"]
     with pytest.raises(Killed):
@@ -144,6 +153,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(train, cut_off, cap
     with pytest.raises(Killed):
         train("cut", die_at=3)
     assert said in caplog.text and "checkpoint-4 is left out" in caplog.text
+    assert checkpoints_in(cut_off) == ["checkpoint-2", "earlier-checkpoints-1"], "what is damaged is not removed"
     assert [step for step, *_ in record_of(cut_off)] == [1, 2, 3], "step 3 is trained again"
 
 
@@ -181,11 +191,29 @@ def test_how_the_rows_of_a_step_are_made_up_may_change(train, cut_off):
         assert loss == pytest.approx(expected_loss, rel=1e-5) and norm == pytest.approx(expected_norm, rel=1e-4)
 
 
-def test_resume_none_starts_anew(train, cut_off):
-    assert_same_run(train("cut", "--resume", "none"), train("whole"))
+def test_resume_none_starts_anew(train, cut_off, whole):
+    assert_same_run(train("cut", "--resume", "none"), whole)
 
 
-def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, tmp_path, monkeypatch, caplog):
+def test_a_new_run_does_not_take_an_earlier_run_s_checkpoints_for_its_own(train, cut_off):
+    """Its own, of lower steps, would be removed for those, and a later run would go on from them."""
+    with pytest.raises(Killed):
+        train("cut", "--resume", "none", "--save-every", "1", die_at=3)
+    assert checkpoints_in(cut_off) == ["checkpoint-1", "checkpoint-2", "earlier-checkpoints-1"]
+    assert checkpoints_in(cut_off / "earlier-checkpoints-1") == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_overwriting_a_finished_run_starts_anew_and_goes_on_with_itself(train):
+    finished = train("again", "--save-every", "2")
+    expected = record_of(finished)
+    with pytest.raises(Killed):
+        train("again", "--overwrite", "--save-every", "2", die_at=3)
+    assert record_of(finished) == expected[:3], "not from the finished run's checkpoint of step 6"
+    assert record_of(train("again", "--overwrite")) == expected
+    assert len(list(finished.glob("metrics-*.jsonl"))) == 1, "the second run went on with its metrics"
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path, monkeypatch, caplog):
     from easy_context import resuming
 
     write = resuming._write_own
@@ -201,7 +229,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, tmp_path, monke
     full = train("full", "--save-every", "2", "--keep-last", "9")
     assert "checkpoint of step 4 could not be saved ([Errno 28] No space left" in caplog.text
     assert checkpoints_in(full) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"], "nothing half is left"
-    assert_same_run(full, train("whole"))
+    assert_same_run(full, whole)
 
 
 def launch(assets: Path, output_dir: Path, *flags: str):
