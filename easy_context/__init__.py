@@ -3,6 +3,7 @@
 import importlib
 
 _HOMES = {
+    "SequenceParallelTrainerMixin": "trainer",
     "apply_fused_loss": "loss",
     "apply_seq_parallel_monkey_patch": "sequence_parallel",
     "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "checkpointing",
