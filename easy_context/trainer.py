@@ -109,7 +109,9 @@ class SequenceParallelTrainerMixin:
             use_cache=False,
         )
         if outputs.loss is None:
-            raise ValueError("the model computes no loss of split rows: call apply_fused_loss(model) before the Trainer")
+            raise ValueError(
+                "the model computes no loss of split rows: call apply_fused_loss(model) before the Trainer"
+            )
         loss = outputs.loss * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
@@ -222,27 +224,26 @@ def _mesh() -> Mesh:
 
 
 def _refuse_settings(trainer: Any) -> None:
-    """Raise ValueError that lists all arguments of a Trainer that would be wrong on split rows without a word."""
+    """Raise ValueError that lists every argument of a Trainer that would go wrong on split rows without a word."""
     args, accelerator = trainer.args, trainer.accelerator
-    refused = {
-        "label_smoothing_factor: the fused loss has none, set 0": args.label_smoothing_factor,
-        "compute_loss_func: the loss is the cross-entropy of split rows": trainer.compute_loss_func,
-        "compute_metrics: no rank has the logits of whole rows; eval_loss is computed": trainer.compute_metrics,
-        "preprocess_logits_for_metrics: no rank has the logits of whole rows": trainer.preprocess_logits_for_metrics,
-        "neftune_noise_alpha: its noise depends on the length of a shard": args.neftune_noise_alpha,
-        "use_liger_kernel: it replaces the fused loss; call easy_context.liger.apply_liger(model.config) before the "
-        "model is loaded": args.use_liger_kernel,
-        "average_tokens_across_devices=False: the loss is averaged over the targets of all ranks": args.world_size > 1
-        and not args.average_tokens_across_devices,
-        "dispatch_batches: every rank reads its group's rows itself": accelerator.dispatch_batches,
-        "even_batches=False: groups without a last batch would be waited for": not accelerator.even_batches,
-        "train_sampling_strategy='batch_rebalance': it gives each rank other rows": args.train_sampling_strategy
-        == "batch_rebalance",
-        "parallelism_config, tp_plan: rows or weights would be split a second time": getattr(
-            accelerator, "parallelism_config", None
-        ),
-        "fsdp: not tested; use DDP or DeepSpeed": trainer.is_fsdp_enabled,
-        f"{args.n_gpu} GPUs in one process: start one process a GPU with torchrun or accelerate launch": args.n_gpu > 1,
-    }
-    if reasons := [reason for reason, is_set in refused.items() if is_set]:
-        raise ValueError("the Trainer cannot honour on split rows:\n" + "\n".join(f"  {reason}" for reason in reasons))
+    one_count = args.average_tokens_across_devices or args.world_size == 1
+    whole_logits = "no rank has the logits of whole rows; evaluation gives eval_loss"
+    refused = (
+        (args.label_smoothing_factor, "label_smoothing_factor: the fused loss has none, set 0"),
+        (trainer.compute_loss_func, "compute_loss_func: the loss is the cross-entropy of split rows"),
+        (trainer.compute_metrics, f"compute_metrics: {whole_logits}"),
+        (trainer.preprocess_logits_for_metrics, f"preprocess_logits_for_metrics: {whole_logits}"),
+        (args.neftune_noise_alpha, "neftune_noise_alpha: its noise would depend on the length of a shard"),
+        (args.use_liger_kernel, "use_liger_kernel: it replaces the fused loss, which uses Liger's by itself"),
+        (not one_count, "average_tokens_across_devices=False: a rank has the targets of a shard only"),
+        (accelerator.dispatch_batches, "dispatch_batches: every rank reads the rows of its group itself"),
+        (not accelerator.even_batches, "even_batches=False: groups would wait for one that has no batch left"),
+        (args.train_sampling_strategy == "batch_rebalance", "train_sampling_strategy='batch_rebalance': use another"),
+        (getattr(accelerator, "parallelism_config", None), "parallelism_config: rows would be split a second time"),
+        (trainer.is_fsdp_enabled, "fsdp: not tested; use DDP or DeepSpeed"),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process: start one a GPU with torchrun or accelerate launch"),
+    )
+    if reasons := [reason for is_set, reason in refused if is_set]:
+        raise ValueError(
+            "the Trainer cannot honour on split rows:\n" + "\n".join(f"  - {reason}" for reason in reasons)
+        )
