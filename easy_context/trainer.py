@@ -9,11 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 
+from .columns import apply_columns, kind_of
 from .loss import IGNORE_INDEX, shift_labels
 from .mesh import Mesh
 from .sequence_parallel import _current_patch, prepare_seq_parallel_inputs
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
+_ROWS_CHECKED = 16  # for columns that the Trainer removes although they say how a row is to be read
 Batch = dict[str, torch.Tensor]
 
 
@@ -69,6 +71,14 @@ class SequenceParallelTrainerMixin:
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()  # the fused loss hides the names of forward's arguments
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, *_COLUMNS]))
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        kept = super()._remove_unused_columns(dataset, description)
+        lost = [name for name in dataset.column_names if kind_of(name) and name not in kept.column_names]
+        if lost and "input_ids" in kept.column_names:
+            for row in dataset.select(range(min(_ROWS_CHECKED, len(dataset)))).with_format("numpy"):
+                apply_columns({name: row[name] for name in lost}, row["input_ids"], row.get("labels"))
+        return kept
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device

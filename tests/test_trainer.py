@@ -135,10 +135,13 @@ def make_split_trainer(folder: str, model=None, **settings):
 
 
 def train(trainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Train and evaluate: what was logged, and the weights."""
+    """Train, evaluate, and ask for the loss of a batch: what was logged, with that loss at the end, and the weights."""
     trainer.train()
     trainer.evaluate()
-    return trainer.state.log_history, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model_wrapped, pad_right(make_rows(3)))
+    logs = [*trainer.state.log_history, {"loss": trainer.accelerator.reduce(loss, reduction="mean").item()}]
+    return logs, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 def train_plainly(rank: int, world_size: int, case: Case):
@@ -192,13 +195,12 @@ def compare(results: list, expected: tuple, case: Case) -> None:
     """The logs and weights of every rank against the plain Trainer's on one process."""
     expected_logs, expected_weights = expected
     for rank, (logs, weights) in enumerate(results):
-        assert len(logs) == len(expected_logs) == 6 // case.logging_steps + 2, (
-            case
-        )  # 3 steps an epoch, and two summaries
+        # Three steps an epoch, the summaries of train and evaluate, and a batch.
+        assert len(logs) == len(expected_logs) == 6 // case.logging_steps + 3, case
         for entry, expected in zip(logs, expected_logs, strict=True):
             for name in {"loss", "grad_norm", "train_loss", "eval_loss", "epoch", "learning_rate"} & expected.keys():
                 assert entry[name] == pytest.approx(expected[name], rel=TOLERANCE), (case, rank, name, entry)
-            assert entry["num_input_tokens_seen"] == expected["num_input_tokens_seen"], (case, rank)
+            assert entry.get("num_input_tokens_seen") == expected.get("num_input_tokens_seen"), (case, rank)
         for name, weight in expected_weights.items():
             error = relative_error(weights[name], weight)
             assert error < TOLERANCE, f"{name} is off by {error:.2e} on rank {rank}: {case}"
@@ -286,14 +288,17 @@ class Numbers(torch.utils.data.IterableDataset):
         return ({"input_ids": [row] * 4, "labels": [row] * 4} for row in range(self.count))
 
 
-def rows_of_rank(rank: int, world_size: int, folder: str, port: str):
-    """The first tokens of the rows that a rank trains on in two epochs, for each kind of data; then what is refused."""
+def rows_of_rank(rank: int, world_size: int, folder: str, port: str, sequence_size: int):
+    """The first tokens of the rows that a rank trains on in two epochs, and the rows of a step, for each kind of data.
+
+    Several groups also refuse what they cannot share.
+    """
     import datasets
 
     numbers = datasets.Dataset.from_list([{"input_ids": [row] * (4 + row % 3)} for row in range(16)])
     numbers = numbers.map(lambda row: {"labels": row["input_ids"]})
-    seen, refused = [], []
-    with launched(rank, world_size, port), patched("zigzag_ring_attn", sequence_parallel_size=2) as mesh:
+    seen, rows_of_step = [], []
+    with launched(rank, world_size, port), patched("zigzag_ring_attn", sequence_parallel_size=sequence_size) as mesh:
         for data, sampling in ((numbers, "random"), (numbers, "group_by_length"), (Numbers(16), "random")):
             trainer = make_split_trainer(
                 folder,
@@ -306,27 +311,31 @@ def rows_of_rank(rank: int, world_size: int, folder: str, port: str):
             torch.manual_seed(rank)
             loader = trainer.get_train_dataloader()
             seen.append([batch["input_ids"][:, 0].tolist() for _ in range(2) for batch in loader])
-            refused.append(trainer.get_total_train_batch_size(trainer.args))
+            rows_of_step.append(trainer.get_total_train_batch_size(trainer.args))
+        if mesh.data_size == 1:
+            return mesh.data_rank, seen, rows_of_step
         uneven = numbers.select(range(5)).to_iterable_dataset(num_shards=2)  # 3 rows and 2
         with pytest.raises(ValueError, match=r"\[3, 3, 2, 2\] batches left"):
             make_split_trainer(folder, train_dataset=uneven, max_steps=3, gradient_accumulation_steps=4).train()
         with pytest.raises(ValueError, match="IterableDataset cannot be evaluated"):
             trainer.evaluate(Numbers(5))
-    return mesh.data_rank, seen, refused
+    return mesh.data_rank, seen, rows_of_step
 
 
-def test_ranks_of_a_group_get_the_same_rows_and_other_groups_others(pool, tmp_path):
-    results = pool.run(rows_of_rank, 4, str(tmp_path), free_port(), timeout=300)
+@pytest.mark.parametrize("sequence_size", [2, 4])
+def test_ranks_of_a_group_get_the_same_rows_and_other_groups_others(pool, tmp_path, sequence_size):
+    groups = 4 // sequence_size
+    results = pool.run(rows_of_rank, 4, str(tmp_path), free_port(), sequence_size, timeout=300)
     for kind in range(3):
         of_group = {}
-        for group, seen, total_batch_sizes in results:
+        for group, seen, rows_of_step in results:
             assert of_group.setdefault(group, seen[kind]) == seen[kind], (kind, group)
-            assert total_batch_sizes[kind] == 2 * 2 * 2  # rows, micro-batches, groups
-        epochs = [
-            sorted(sum((batch for seen in of_group.values() for batch in seen[half]), []))
-            for half in (slice(4), slice(4, 8))
-        ]
-        assert epochs == [list(range(16))] * 2, kind
+            assert rows_of_step[kind] == 2 * 2 * groups  # rows of a batch, batches
+        assert len(of_group) == groups
+        batches = 8 // groups  # of an epoch
+        for epoch in (slice(batches), slice(batches, 2 * batches)):
+            rows = sorted(row for seen in of_group.values() for batch in seen[epoch] for row in batch)
+            assert rows == list(range(16)), kind
 
 
 def train_plain_trainer_under_a_patch(rank: int, world_size: int, folder: str, port: str):
@@ -377,6 +386,22 @@ def test_all_refused_arguments_are_listed_at_once(tmp_path, monkeypatch):
         names = ("use_liger_kernel", "average_tokens_across_devices", "parallelism_config", "fsdp", "2 GPUs")
         with pytest.raises(ValueError, match="(?s)" + ".*".join(names)):
             _refuse_settings(trainer)
+
+
+def test_columns_that_would_be_removed_although_they_have_a_meaning_are_refused(tmp_path):
+    import datasets
+
+    rows = make_rows(3)
+    for name, values in (("segment_ids", range(100)), ("loss_mask", [0] * 100), ("token_type_ids", [0] * 100)):
+        for row in rows:
+            row[name] = list(values)[: len(row["input_ids"])]
+        data = datasets.Dataset.from_list(rows)
+        with launched(0, 1, ""), patched("zigzag_ring_attn"):
+            trainer = make_split_trainer(
+                str(tmp_path), train_dataset=data.select_columns(["input_ids", "labels", name])
+            )
+            with contextlib.nullcontext() if name == "token_type_ids" else pytest.raises(ValueError, match=name):
+                trainer.get_train_dataloader()
 
 
 def test_predictions_are_refused(tmp_path):
