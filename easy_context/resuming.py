@@ -22,6 +22,7 @@ import torch.distributed as dist
 from .arguments import refusal
 from .checkpoints import MODEL_CONFIG
 from .errors import first_line
+from .zero_shares import load_shares, shares
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Checkpoints:
             problem, manifest = self._inspect(folder)
             if problem is None:
                 self._refuse_other_settings(folder, manifest)
-                self._load(folder)
+                self._load(folder, manifest["processes"])
                 logger.info("resumed from %s", folder)
                 return manifest["step"]
             if named:
@@ -192,16 +193,12 @@ class Checkpoints:
             size = (folder / name).stat().st_size if (folder / name).exists() else None
             if size != entry["size"]:
                 return f"{name} has {size} bytes and should have {entry['size']}"
-        for name in self._files_to_read(manifest):
+        # The processes share the reading out between them.
+        for name in sorted(manifest["files"])[self._accelerator.process_index :: self._accelerator.num_processes]:
             with open(folder / name, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
                     return f"{name} is damaged: its checksum is another"
         return None
-
-    def _files_to_read(self, manifest: dict[str, Any]) -> list[str]:
-        own = _file_of(self._accelerator.process_index)
-        names = [own] if self._sharded else [_file_of(0)]
-        return [name for name in names if name in manifest["files"]]
 
     def _refuse_other_settings(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = manifest["settings"]
@@ -215,12 +212,9 @@ class Checkpoints:
                 f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or "
                 "start anew with --resume none"
             )
-        processes = self._accelerator.num_processes
-        if self._sharded and manifest["processes"] != processes:
-            raise ValueError(
-                f"{folder} holds the shares of {manifest['processes']} processes under ZeRO-3, and this launch has "
-                f"{processes}: launch {manifest['processes']}"
-            )
+        if manifest["sharded"] != self._sharded:
+            ways = ("without DeepSpeed", "under ZeRO-3")
+            raise ValueError(f"{folder} was made {ways[manifest['sharded']]}: launch this run so too")
 
     def _state(self) -> dict[str, Any]:
         random_state = {"cpu": torch.get_rng_state()}
@@ -228,30 +222,26 @@ class Checkpoints:
             random_state["cuda"] = torch.cuda.get_rng_state(self._accelerator.device)
         state = {"random": random_state, "scheduler": self._scheduler.state_dict()}
         if self._sharded:
-            whole = self._model.optimizer.state_dict()
-            return state | {key: whole[key] for key in _SHARES}
+            return state | {"zero": shares(self._model.optimizer, self._model.module)}
         if self._accelerator.is_main_process:
             model = self._accelerator.unwrap_model(self._model)
             state |= {"model": model.state_dict(), "optimizer": self._optimizer.state_dict()}
         return state
 
-    def _load(self, folder: Path) -> None:
-        process = self._accelerator.process_index
-        own = folder / _file_of(process)
-        state = torch.load(own if own.exists() else folder / _file_of(0), map_location="cpu", weights_only=True)
+    def _load(self, folder: Path, processes: int) -> None:
+        """Load a checkpoint that so many processes saved."""
+        rank = self._accelerator.process_index
         if self._sharded:
-            zero = self._model.optimizer
-            zero.checkpoint_event_prologue()  # parameters that are kept whole are given back
-            zero.load_state_dict({dist.get_rank(): zero.state_dict() | {key: state[key] for key in _SHARES}})
-            zero.checkpoint_event_epilogue()
+            load_shares(self._model.optimizer, self._model.module, lambda n: _read(folder, n)["zero"], processes, rank)
         else:
-            whole = state if process == 0 else torch.load(folder / _file_of(0), map_location="cpu", weights_only=True)
+            whole = _read(folder, 0)
             self._accelerator.unwrap_model(self._model).load_state_dict(whole["model"])
             self._optimizer.load_state_dict(whole["optimizer"])
-        self._scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["random"]["cpu"])
-        if "cuda" in state["random"] and self._accelerator.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"], self._accelerator.device)
+        own = _read(folder, rank if rank < processes else 0)
+        self._scheduler.load_state_dict(own["scheduler"])
+        torch.set_rng_state(own["random"]["cpu"])
+        if "cuda" in own["random"] and self._accelerator.device.type == "cuda":
+            torch.cuda.set_rng_state(own["random"]["cuda"], self._accelerator.device)
 
     def _versions(self) -> dict[str, Any]:
         from importlib.metadata import version
@@ -260,6 +250,7 @@ class Checkpoints:
         return {
             "format": FORMAT,
             "processes": self._accelerator.num_processes,
+            "sharded": self._sharded,
             "versions": {name: version(name) for name in packages},
         }
 
@@ -284,10 +275,6 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-# The keys of a DeepSpeed ZeRO-3 optimizer's state that hold tensors: moments, and float32 weights.
-_SHARES = ("optimizer_state_dict", "fp32_flat_groups")
-
-
 def settings_of(args: Namespace, data_size: int, rows: int) -> dict[str, Any]:
     """Return what decides the weights of each step, for the comparison with a checkpoint's."""
     settings = {name: getattr(args, name) for name in SETTINGS} | {"rows": rows}
@@ -299,6 +286,11 @@ def settings_of(args: Namespace, data_size: int, rows: int) -> dict[str, Any]:
 
 def _file_of(process: int) -> str:
     return f"rank-{process:05d}.pt"
+
+
+def _read(folder: Path, process: int) -> dict[str, Any]:
+    """Return what one process saved; tensors are read when they are used."""
+    return torch.load(folder / _file_of(process), map_location="cpu", weights_only=True, mmap=True)
 
 
 def _write_own(path: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -232,27 +232,36 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path
     assert_same_run(full, whole)
 
 
-def launch(assets: Path, output_dir: Path, *flags: str):
-    """Train under ZeRO-3 with CPU offload on two processes."""
-    return run_python(
+def launch(assets: Path, output_dir: Path, processes: int, *flags: str) -> str:
+    """Train under ZeRO-3 with CPU offload; return what was said."""
+    result = run_python(
         *("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"),
-        *("--num_processes", "2", "--main_process_port", free_port(), "train.py"),
+        *("--num_processes", str(processes), "--main_process_port", free_port(), "train.py"),
         *flags_of(assets, output_dir),
         *flags,
     )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stderr
 
 
 def test_zero_3_goes_on_bit_for_bit(assets, tmp_path):
-    result = launch(assets, tmp_path / "whole", "--save-every", "3", "--keep-last", "9")
-    assert result.returncode == 0, result.stderr[-4000:]
+    launch(assets, tmp_path / "whole", 2, "--save-every", "3", "--keep-last", "9")
     cut = tmp_path / "cut"
     for name in ("checkpoint-3", "checkpoint-6"):
         shutil.copytree(tmp_path / "whole" / name, cut / name)
     shutil.copy(tmp_path / "whole" / "metrics.jsonl", cut)
     flip_second = cut / "checkpoint-6" / "rank-00001.pt"  # only one of the processes can see this
     flip_second.write_bytes(flip_second.read_bytes()[:-1] + b"?")
-    result = launch(assets, cut)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "checkpoint-6 is left out: rank-00001.pt is damaged" in result.stderr
-    assert "resumed from" in result.stderr
+    said = launch(assets, cut, 2)
+    assert "checkpoint-6 is left out: rank-00001.pt is damaged" in said and "resumed from" in said
     assert_same_run(cut, tmp_path / "whole")
+
+    # Three processes put their shares together from those of two; sums in another order differ in the last bits.
+    for folder in ("earlier-checkpoints-1", "model.safetensors", "config.json"):
+        (shutil.rmtree if folder.startswith("earlier") else Path.unlink)(cut / folder)
+    assert "resumed from" in launch(assets, cut, 3)
+    for got, expected in zip(record_of(cut), record_of(tmp_path / "whole"), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4)
+    weights, reference = (load_file(folder / "model.safetensors") for folder in (cut, tmp_path / "whole"))
+    for name in reference:
+        torch.testing.assert_close(weights[name], reference[name], rtol=0, atol=2e-4)
