@@ -106,6 +106,25 @@ def test_bfloat16_is_as_exact_as_plain_cross_entropy_in_bfloat16(tokens_per_chun
             assert error < max(limit, 1e-4) and error < 1e-2, f"{name} with {tokens} tokens a chunk: {error:.2e}"
 
 
+def test_the_weights_gradient_is_summed_over_chunks_in_float32(tokens_per_chunk):
+    """Tokens one at a time are as exact as all at once: a sum in bfloat16 would lose most of 2000 small terms."""
+    vocabulary = 20
+    hidden, weight, targets = random_problem(11, 1, 2000, 16, vocabulary, torch.bfloat16)
+    exact = with_gradients(plain_sum, hidden.double(), weight.double(), targets)[2]
+    errors = []
+    for tokens in (2000, 1):
+        tokens_per_chunk(tokens, vocabulary)
+        errors.append(relative_error(with_gradients(linear_cross_entropy, hidden, weight, targets)[2], exact))
+    assert errors[1] < 1.2 * errors[0], errors
+
+
+def test_the_loss_is_summed_in_float32_under_bfloat16(tokens_per_chunk):
+    hidden, weight, targets = random_problem(12, 1, 2000, 16, 20, torch.bfloat16)
+    tokens_per_chunk(1, 20)
+    expected = token_losses(hidden, weight, targets, chunk_size=1).double().sum()  # the same logits, summed in float64
+    assert linear_cross_entropy(hidden, weight, targets).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def test_autocast_computes_in_bfloat16_and_returns_the_parameters_dtype():
     hidden, weight, targets = random_problem(3, 2, 20, 16, 40)
     exact = with_gradients(plain_sum, hidden, weight, targets)

@@ -5,6 +5,7 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
+from family_models import patched
 
 from easy_context.mesh import Mesh, build_mesh
 
@@ -38,6 +39,21 @@ def test_consecutive_ranks_share_a_row(pool, world_size):
             first = rank // size * size
             assert place == (rank % size, size, rank // size, world_size // size)
             assert members == list(range(first, first + size))
+
+
+def timeouts_of_new_groups(rank: int, world_size: int) -> list[datetime.timedelta]:
+    """Of the group that `build_mesh` makes, and of the one that the patch makes."""
+    timeout = datetime.timedelta(seconds=7777)
+    meshes = [build_mesh(2, timeout)]
+    with patched("zigzag_ring_attn", sequence_parallel_size=2, timeout=timeout) as mesh:
+        meshes.append(mesh)
+    return [mesh.sequence_group._get_backend(torch.device("cpu")).options._timeout for mesh in meshes]
+
+
+def test_new_groups_have_the_timeout_that_is_asked_for(pool):
+    """Half an hour, the default, would end a run in which one rank prepares data or saves for longer."""
+    for timeouts in pool.run(timeouts_of_new_groups, 4):
+        assert timeouts == [datetime.timedelta(seconds=7777)] * 2
 
 
 @pytest.mark.parametrize("size", [0, 3, 8])

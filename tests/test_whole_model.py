@@ -109,6 +109,22 @@ def test_every_family_matches_the_plain_model(pool, family, world_size):
     check(pool, [Setting(mode, family, HEADS[world_size], batch=world_size) for mode in MODES], world_size)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layers_own_scaling_is_honoured(mode):
+    """As Granite's attention multiplier or a config's query_pre_attn_scalar sets it."""
+    model, (ids, targets) = family_model("llama"), random_rows(2, 30)
+    usual = plain_step(model, ids, targets)
+    for layer, scaling in zip(model.model.layers, (0.9, 0.05), strict=True):
+        layer.self_attn.scaling = scaling
+    expected = plain_step(model, ids, targets)
+    assert relative_error(usual.logits, expected.logits) > 0.01
+    with patched(mode) as mesh:
+        actual = sharded_step(mode, mesh, model, ids, targets)
+    assert relative_error(actual.logits, expected.logits) < TOLERANCE
+    for name, gradient in expected.gradients.items():
+        assert relative_error(actual.gradients[name], gradient) < TOLERANCE, name
+
+
 def test_any_attn_implementation_loaded_before_or_after_the_patch(pool):
     """Under sdpa and eager Hugging Face would take zigzag's jumping positions for packed documents."""
     settings = [
