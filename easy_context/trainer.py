@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 
 from .columns import apply_columns, kind_of
+from .huggingface import is_rebound
 from .loss import IGNORE_INDEX, shift_labels
 from .mesh import Mesh
 from .sequence_parallel import _current_patch, prepare_seq_parallel_inputs
@@ -32,7 +33,7 @@ class SequenceParallelTrainerMixin:
 
     Raises:
         RuntimeError: no mode is applied.
-        ValueError: an argument of the Trainer that cannot be honoured on split rows.
+        ValueError: a model that the mode is not applied to, or an argument that cannot be honoured on split rows.
     """
 
     loss_is_scaled_for_ga = True  # in compute_loss; transformers without it looks at model_accepts_loss_kwargs
@@ -111,13 +112,8 @@ class SequenceParallelTrainerMixin:
             inputs = split_batch(inputs, self.args.device)
         if num_items_in_batch is None:
             num_items_in_batch = self.accelerator.reduce((inputs["shift_labels"] != IGNORE_INDEX).sum()).clamp(min=1)
-        outputs = model(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            shift_labels=inputs["shift_labels"],
-            num_items_in_batch=num_items_in_batch,
-            use_cache=False,
-        )
+        part = {name: inputs[name] for name in ("input_ids", "position_ids", "shift_labels")}
+        outputs = model(**part, num_items_in_batch=num_items_in_batch, use_cache=False)
         if outputs.loss is None:
             raise ValueError(
                 "the model computes no loss of split rows: call apply_fused_loss(model) before the Trainer"
@@ -234,11 +230,12 @@ def _mesh() -> Mesh:
 
 
 def _refuse_settings(trainer: Any) -> None:
-    """Raise ValueError that lists every argument of a Trainer that would go wrong on split rows without a word."""
-    args, accelerator = trainer.args, trainer.accelerator
+    """Raise ValueError that lists all of a Trainer that would go wrong on split rows without a word."""
+    args, accelerator, family = trainer.args, trainer.accelerator, trainer.model.config.model_type
     one_count = args.average_tokens_across_devices or args.world_size == 1
     whole_logits = "no rank has the logits of whole rows; evaluation gives eval_loss"
     refused = (
+        (not is_rebound(family), f"the model: call apply_seq_parallel_monkey_patch(mode, {family!r})"),
         (args.label_smoothing_factor, "label_smoothing_factor: the fused loss has none, set 0"),
         (trainer.compute_loss_func, "compute_loss_func: the loss is the cross-entropy of split rows"),
         (trainer.compute_metrics, f"compute_metrics: {whole_logits}"),

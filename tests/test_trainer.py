@@ -349,8 +349,10 @@ def test_a_plain_trainer_is_refused_on_every_rank(pool, tmp_path):
     pool.run(train_plain_trainer_under_a_patch, 2, str(tmp_path), free_port(), timeout=300)
 
 
-def test_without_a_mode_or_the_fused_loss_it_says_what_to_call(tmp_path):
+def test_without_the_right_mode_or_the_fused_loss_it_says_what_to_call(tmp_path):
     with launched(0, 1, ""):
+        with patched("zigzag_ring_attn", "mistral"), pytest.raises(ValueError, match="the model: .*'llama'"):
+            make_split_trainer(str(tmp_path))
         with pytest.raises(RuntimeError, match="apply_seq_parallel_monkey_patch"):
             make_split_trainer(str(tmp_path))
         with patched("zigzag_ring_attn"), pytest.raises(ValueError, match="apply_fused_loss"):
