@@ -36,12 +36,11 @@ class SequenceParallelTrainerMixin:
         ValueError: a model that the mode is not applied to, or an argument that cannot be honoured on split rows.
     """
 
-    loss_is_scaled_for_ga = True  # in compute_loss; transformers without it looks at model_accepts_loss_kwargs
+    loss_is_scaled_for_ga = True  # transformers that lack it conclude the same from the **kwargs of the model
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _current_patch()
         super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = True
         _refuse_settings(self)
 
     # --- Batches: shared out by groups, then split. ---
@@ -61,9 +60,7 @@ class SequenceParallelTrainerMixin:
             dataloader,
             num_processes=mesh.data_size,
             process_index=mesh.data_rank,
-            split_batches=accelerator.split_batches,
             put_on_device=False,  # whole rows stay on the host
-            rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=seed,
@@ -244,6 +241,7 @@ def _refuse_settings(trainer: Any) -> None:
         (args.use_liger_kernel, "use_liger_kernel: it replaces the fused loss, which uses Liger's by itself"),
         (not one_count, "average_tokens_across_devices=False: a rank has the targets of a shard only"),
         (accelerator.dispatch_batches, "dispatch_batches: every rank reads the rows of its group itself"),
+        (accelerator.split_batches, "split_batches: batch sizes are those of a data-parallel group"),
         (not accelerator.even_batches, "even_batches=False: groups would wait for one that has no batch left"),
         (args.train_sampling_strategy == "batch_rebalance", "train_sampling_strategy='batch_rebalance': use another"),
         (getattr(accelerator, "parallelism_config", None), "parallelism_config: rows would be split a second time"),

@@ -369,6 +369,7 @@ def test_without_the_right_mode_or_the_fused_loss_it_says_what_to_call(tmp_path)
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
     ],
 )
@@ -404,6 +405,18 @@ def test_columns_that_would_be_removed_although_they_have_a_meaning_are_refused(
             )
             with contextlib.nullcontext() if name == "token_type_ids" else pytest.raises(ValueError, match=name):
                 trainer.get_train_dataloader()
+
+
+def test_a_window_without_a_target_changes_nothing(tmp_path):
+    import datasets
+
+    rows = [{**row, "labels": [IGNORE_INDEX] * len(row["labels"])} for row in make_rows(2)]
+    with launched(0, 1, ""), patched("zigzag_ring_attn"):
+        trainer = make_split_trainer(str(tmp_path), train_dataset=datasets.Dataset.from_list(rows), num_train_epochs=1)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == 0
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
 def test_predictions_are_refused(tmp_path):
