@@ -1,11 +1,14 @@
 """The flags have the last word over the launch configuration; the schedule; which parameters decay; clipping."""
 
+import logging
 import os
+import warnings
 from argparse import Namespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from easy_context import accelerator as ours
 from easy_context.accelerator import build_accelerator, clip_gradients, learning_rate_factor, prepare_training
@@ -96,6 +99,49 @@ def test_processes_that_accelerate_cannot_see_are_refused(monkeypatch, tmp_path)
     monkeypatch.setattr("accelerate.Accelerator", Lonely)
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but Accelerate sees 1 processes: start train.py with"):
         build_accelerator(parse_arguments(["--output-dir", str(tmp_path)]))
+
+
+@pytest.fixture
+def made_with(monkeypatch):
+    """What Accelerator is called with, on a launch of two processes; it sees both."""
+    made = {}
+
+    class Noting:
+        num_processes, is_main_process, state = 2, False, Namespace(deepspeed_plugin=None)
+
+        def __init__(self, **options):
+            made.update(options)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # restored afterwards, with what the call sets
+    monkeypatch.setattr("accelerate.Accelerator", Noting)
+    package = logging.getLogger("easy_context")
+    level, filters = package.level, warnings.filters[:]
+    yield made
+    package.setLevel(level)
+    warnings.filters[:] = filters
+    enable_progress_bar()
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("deepspeed", [False, True])
+def test_the_process_group_waits_long_and_is_gloo_without_cuda(monkeypatch, tmp_path, made_with, cuda, deepspeed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "True" if deepspeed else "false")
+    build_accelerator(parse_arguments(["--output-dir", str(tmp_path), "--report-to", "all"]))
+    (group,) = made_with["kwargs_handlers"]
+    assert group.timeout.total_seconds() > 24 * 3600, "one rank may prepare data or save for hours"
+    assert (group.backend == "gloo") == (not cuda)
+    assert made_with["cpu"] == (not cuda and not deepspeed)
+    assert made_with["log_with"] == ["wandb", "tensorboard"] and made_with["project_dir"] == str(tmp_path)
+
+
+def test_only_rank_0_says_what_is_chosen(monkeypatch, tmp_path, made_with):
+    for main, level in ((False, logging.WARNING), (True, logging.INFO)):
+        ours._set_up_logs(main)
+        assert logging.getLogger("easy_context").level == level
+        assert is_progress_bar_enabled() == main
+        enable_progress_bar()
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -178,5 +178,7 @@ def test_wandb_without_a_key_goes_offline_and_says_so(tmp_path, monkeypatch, cap
     MetricsLog(accelerator, arguments).close()
     assert (metrics.os.environ.get("WANDB_MODE") == "offline") == (key is None)
     assert ("offline" in capsys.readouterr().out) == (key is None)
-    assert accelerator.settings[0] == "long context"
+    name, settings = accelerator.settings
+    assert name == "long context"
+    assert settings["adam_betas"] == "[0.9, 0.95]" and settings["max_train_steps"] == 4, "trackers take no lists"
     monkeypatch.delenv("WANDB_MODE", raising=False)
