@@ -7,10 +7,15 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from .launch_settings import settle_launch
+
+_log = logging.getLogger(__name__)
+_BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # as x86 and ARM name them in /proc/cpuinfo
 COLLECTIVE_TIMEOUT = timedelta(seconds=1_000_000)  # one rank may prepare data or save for hours
 
 
@@ -39,6 +44,9 @@ def build_accelerator(args: Namespace) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns on each process that it found no GPU
     if on_cpu and with_deepspeed:
         compile_nothing_on_cpu()
+    plugin, note = settle_launch(args, with_deepspeed)
+    if plugin is not None:
+        _compile_no_optimizer(plugin.deepspeed_config)
     accelerator = Accelerator(
         # cpu=True wraps models in DDP; without it a launch by torchrun would train apart on every process. It also
         # switches DeepSpeed off.
@@ -47,6 +55,7 @@ def build_accelerator(args: Namespace) -> Any:
         mixed_precision=args.mixed_precision,
         log_with=trackers,
         project_dir=args.output_dir,
+        deepspeed_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(**group_options)],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -55,10 +64,21 @@ def build_accelerator(args: Namespace) -> Any:
             f"WORLD_SIZE is {launched}, but Accelerate sees {accelerator.num_processes} processes: start train.py with "
             "`accelerate launch` or torchrun, which set RANK and LOCAL_RANK too, or unset WORLD_SIZE"
         )
-    if accelerator.state.deepspeed_plugin is not None:
-        _configure_deepspeed(accelerator.state.deepspeed_plugin.deepspeed_config, args)
     _set_up_logs(accelerator.is_main_process)
+    for line in (note, _slow_bf16(args.mixed_precision) if on_cpu else None):
+        if line:
+            _log.info(line)
     return accelerator
+
+
+def _slow_bf16(mixed_precision: str, cpu: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Return advice where this CPU has no instructions for bf16; None where it has, or where Linux does not tell."""
+    if mixed_precision != "bf16" or not cpu.is_file() or _BF16_INSTRUCTIONS & set(cpu.read_text().split()):
+        return None
+    return (
+        f"--mixed-precision bf16: this CPU has no instructions for bf16 ({', '.join(sorted(_BF16_INSTRUCTIONS))}) and "
+        "computes it many times slower than float32: --mixed-precision no is faster here"
+    )
 
 
 def launched_for_deepspeed() -> bool:
@@ -85,20 +105,11 @@ def compile_nothing_on_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _configure_deepspeed(config: dict[str, Any], args: Namespace) -> None:
-    """Give the flags the last word over the launch configuration's JSON, which describes only the cluster."""
-    config["train_micro_batch_size_per_gpu"] = args.batch_size
-    config["gradient_accumulation_steps"] = args.gradient_accumulate_every
-    config["gradient_clipping"] = args.max_grad_norm
-    config.pop("scheduler", None)
-    optimizer = config.setdefault("optimizer", {"type": "AdamW"})
-    parameters = optimizer.setdefault("params", {})
-    # Accelerate fills in only values that are "auto".
-    parameters["lr"], parameters["weight_decay"] = args.learning_rate, args.weight_decay
-    parameters["betas"] = list(args.adam_betas)
+def _compile_no_optimizer(config: dict[str, Any]) -> None:
+    """Choose PyTorch's AdamW, which is as fast on a GPU, where DeepSpeed's own would be compiled at its first use."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
     if not torch.cuda.is_available() or offload == "none":
-        parameters["torch_adam"] = True  # PyTorch's AdamW: as fast on a GPU, and nothing is compiled
+        config["optimizer"]["params"]["torch_adam"] = True
 
 
 def learning_rate_factor(args: Namespace) -> Callable[[int], float]:
@@ -129,18 +140,41 @@ def prepare_training(args: Namespace, accelerator: Any, model: torch.nn.Module) 
     """
     groups = _parameter_groups(model, args.weight_decay)
     factor = learning_rate_factor(args)
-    if accelerator.state.deepspeed_plugin is not None:
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
         from accelerate.utils import DummyOptim, DummyScheduler
 
+        without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
+        clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
+        if clip_here:
+            plugin.deepspeed_config["gradient_clipping"] = 0.0
         optimizer = DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
         scheduler = DummyScheduler(
             optimizer, lr_scheduler_callable=lambda real: torch.optim.lr_scheduler.LambdaLR(real, factor)
         )
-        return accelerator.prepare(model, optimizer, scheduler)
+        engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        if without_zero:
+            # In bf16 DeepSpeed has made a step of zeros already, which would count in Adam's bias correction.
+            engine.basic_optimizer.state.clear()
+        if clip_here:
+            _clip_before_step(engine, args.max_grad_norm)
+        return engine, optimizer, scheduler
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
     # Not prepared: Accelerate would step the schedule once a process, taking the processes for data-parallel ones.
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return *accelerator.prepare(model, optimizer), scheduler
+
+
+def _clip_before_step(engine: Any, max_norm: float) -> None:
+    """Clip the reduced gradients in each optimizer step of a DeepSpeed engine, and let the engine tell their norm."""
+    norm = None
+
+    def clip(*_: Any) -> None:
+        nonlocal norm
+        norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm or math.inf)
+
+    engine.optimizer.register_step_pre_hook(clip)
+    engine.get_global_grad_norm = lambda: norm
 
 
 def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The flags have the last word over the launch configuration; the schedule; which parameters decay; clipping."""
+"""The Accelerator, the schedule, which parameters decay, clipping, advice about the machine."""
 
 import logging
 import os
@@ -60,20 +60,21 @@ def test_warm_up_longer_than_the_run_divides_by_nothing():
     assert factors(3, warmup_steps=9, max_train_steps=3, lr_scheduler="cosine") == pytest.approx([0.1, 0.2, 0.3])
 
 
-@pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 1.0, "weight_decay": "auto"}}, None])
-def test_flags_win_over_the_deepspeed_json(optimizer):
-    words = "--learning-rate 3e-4 --weight-decay 0.1 --adam-betas 0.8 0.9 --batch-size 2 --gradient-accumulate-every 5"
-    config = {"scheduler": {"type": "WarmupLR"}, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
-    if optimizer:
-        config["optimizer"] = optimizer
-    ours._configure_deepspeed(config, parse_arguments([*words.split(), "--max-grad-norm", "0.5"]))
-    parameters = config["optimizer"]["params"]
-    assert parameters["lr"] == 3e-4 and parameters["weight_decay"] == 0.1 and parameters["betas"] == [0.8, 0.9]
-    assert config["train_micro_batch_size_per_gpu"] == 2
-    assert config["gradient_accumulation_steps"] == 5
-    assert config["gradient_clipping"] == 0.5
-    assert "scheduler" not in config
-    assert parameters["torch_adam"] is True, "nothing is compiled where the optimizer is not offloaded"
+@pytest.mark.parametrize("offload, torch_adam", [("none", True), ("cpu", True)])
+def test_no_optimizer_is_compiled_on_a_cpu(offload, torch_adam):
+    config = {"optimizer": {"params": {}}, "zero_optimization": {"offload_optimizer": {"device": offload}}}
+    ours._compile_no_optimizer(config)
+    assert config["optimizer"]["params"].get("torch_adam", False) is torch_adam
+
+
+@pytest.mark.parametrize("flags", ["fpu avx2", "fpu avx512_bf16 sse", "amx_bf16", "asimd bf16 sve", ""])
+def test_bf16_on_a_cpu_without_instructions_for_it_is_warned_of(tmp_path, flags):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    advice = ours._slow_bf16("bf16", tmp_path / "cpuinfo")
+    assert (advice is None) == ("bf16" in flags)
+    assert advice is None or "--mixed-precision no is faster here" in advice
+    assert ours._slow_bf16("no", tmp_path / "cpuinfo") is None
+    assert ours._slow_bf16("bf16", tmp_path / "none") is None
 
 
 def test_one_process_without_a_launcher(tmp_path):
