@@ -16,15 +16,23 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 `python train.py --help` lists the flags.
 """
 
+import argparse
 import functools
 import sys
 from pathlib import Path
 
 from easy_context.arguments import check_arguments, parse_arguments, refusal
+from easy_context.interrupts import stops_in_one_line
 
 
 def main() -> None:
     args = parse_arguments()
+    with stops_in_one_line(args.output_dir):
+        train(args)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train as the flags say, from the checks to the saved model."""
     config = check_arguments(args)  # everything that can be wrong is said here, before anything heavy loads
 
     import torch
@@ -41,7 +49,7 @@ def main() -> None:
     from easy_context.data import describe_lengths, evaluation_batches, load_rows, training_windows
     from easy_context.liger import apply_liger
     from easy_context.loss import IGNORE_INDEX, shift_labels
-    from easy_context.metrics import MetricsLog, StepMeter, count_parameters, flops_per_token
+    from easy_context.metrics import MetricsLog, StepMeter, count_parameters, count_tokens, flops_per_token
     from easy_context.resuming import Checkpoints
     from easy_context.tiled_mlp import apply_tiled_mlp
     from easy_context.weights import load_whole
@@ -114,15 +122,6 @@ def main() -> None:
             use_cache=False,
         ).loss
 
-    def count_tokens(parts: list[dict[str, torch.Tensor]]) -> tuple[int, torch.Tensor, float]:
-        """Tokens, those that have a target, and the mean length of a token's row, over all ranks and all of `parts`."""
-        targets = [part["local_target_ids"] for part in parts]
-        lengths = sum(target.numel() * target.shape[1] * mesh.sequence_size for target in targets)
-        counts = torch.tensor([sum(target.numel() for target in targets), 0, lengths], device=device)
-        counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
-        tokens, valid_tokens, lengths = accelerator.reduce(counts, reduction="sum").unbind()
-        return int(tokens), valid_tokens, (lengths / tokens).item()
-
     @torch.no_grad()
     def evaluate() -> float:
         """Mean loss over every target of the evaluation rows."""
@@ -143,13 +142,15 @@ def main() -> None:
         prepare_metrics(Path(args.output_dir), last_step)
     log = MetricsLog(accelerator, args, last_step)
     meter = StepMeter(device, accelerator.num_processes, token_flops)
+    log.progress.watch_layers(model)
     model.train()
     for step in range(last_step + 1, args.max_train_steps + 1):
         parts = [shard(batch) for batch in next(windows)]
-        tokens, valid_tokens, row_length = count_tokens(parts)
+        tokens, valid_tokens, row_length = count_tokens(accelerator, mesh, [part["local_target_ids"] for part in parts])
         learning_rate = scheduler.get_last_lr()[0]
         loss = torch.zeros((), device=device)
-        for part in parts:
+        for number, part in enumerate(parts, start=1):
+            log.progress.start_micro_batch(number, len(parts))
             with accelerator.accumulate(model):
                 micro_loss = forward(part, valid_tokens.clamp(min=1))
                 accelerator.backward(micro_loss * gradient_scale)

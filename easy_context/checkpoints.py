@@ -12,6 +12,7 @@ from .errors import first_line
 from .files import write_whole
 
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
+METRICS = "metrics.jsonl"
 # As save_pretrained names them.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -34,7 +35,7 @@ def prepare_metrics(output_dir: Path, step: int) -> None:
     A run that goes on keeps the lines up to its checkpoint; later ones are written again. A new run (step 0) keeps an
     earlier run's file under a numbered name.
     """
-    metrics = output_dir / "metrics.jsonl"
+    metrics = output_dir / METRICS
     if not metrics.exists():
         return
     if step:
@@ -70,6 +71,7 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
         accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        _follow_umask(partial)
         (target / MODEL_CONFIG).unlink(missing_ok=True)
         for old in target.iterdir():
             if _WEIGHTS.fullmatch(old.name):
@@ -80,6 +82,14 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
             os.replace(path, target / path.name)
         partial.rmdir()
     accelerator.wait_for_everyone()
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give every file the mode of the config, since safetensors are written for their owner alone."""
+    mode = (folder / MODEL_CONFIG).stat().st_mode
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode & 0o777)
 
 
 def load_tokenizer(name_or_path: str) -> Any:

@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
+from .checkpoints import METRICS
 from .files import null_for_nan
 from .huggingface import head_dim
+from .loss import IGNORE_INDEX
+from .mesh import Mesh
+from .progress import StepProgress
 
 # Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
 PEAK_FLOPS = {
@@ -69,6 +73,25 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+def count_tokens(accelerator: Any, mesh: Mesh, targets: list[torch.Tensor]) -> tuple[int, torch.Tensor, float]:
+    """Count the tokens of a step over all ranks.
+
+    Args:
+        accelerator: the Accelerator.
+        mesh: of this rank.
+        targets: of each micro-batch, this rank's shard `[batch, local tokens]`, -100 where there is no target.
+
+    Returns:
+        All tokens, padding included; those that have a target, an int64 tensor; and the length of a token's whole row,
+        the mean over all tokens.
+    """
+    lengths = sum(target.numel() * target.shape[1] * mesh.sequence_size for target in targets)
+    counts = torch.tensor([sum(target.numel() for target in targets), 0, lengths], device=accelerator.device)
+    counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
+    tokens, valid_tokens, lengths = accelerator.reduce(counts, reduction="sum").unbind()
+    return int(tokens), valid_tokens, (lengths / tokens).item()
 
 
 class StepMeter:
@@ -154,11 +177,13 @@ class MetricsLog:
                 args.wandb or "easy-context", config=settings, init_kwargs={"wandb": {"dir": args.output_dir}}
             )
         main = accelerator.is_main_process
-        self._file = open(Path(args.output_dir) / "metrics.jsonl", "a") if main else None  # noqa: SIM115
+        self._file = open(Path(args.output_dir) / METRICS, "a") if main else None  # noqa: SIM115
         self._bar = tqdm(total=args.max_train_steps, initial=step, unit="step", disable=not main)
+        self.progress = StepProgress(self._bar, enabled=main)
 
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
+        self.progress.finish_step()
         if self._file is not None:
             self._file.write(json.dumps(null_for_nan(record)) + "\n")
             self._file.flush()

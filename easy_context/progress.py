@@ -1,0 +1,55 @@
+"""Signs of life on the progress bar within a step that takes long, as the first of long rows may, or any on a CPU."""
+
+import functools
+import time
+from typing import Any
+
+import torch
+
+SECONDS_BETWEEN_SIGNS = 2.0
+
+
+class StepProgress:
+    """Shows on a bar which micro-batch of a step runs, and in the first step which layer of the model."""
+
+    def __init__(self, bar: Any, enabled: bool) -> None:
+        """Show nothing yet.
+
+        Args:
+            bar: a tqdm bar over steps.
+            enabled: whether this process shows one.
+        """
+        self._bar, self._enabled = bar, enabled
+        self._hooks: list[Any] = []
+        self._micro_batch, self._layer, self._shown = "", 0, time.perf_counter()
+
+    def watch_layers(self, model: torch.nn.Module) -> None:
+        """Follow the layers of a decoder until the first step has been made."""
+        layers = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), [])
+        for number, layer in enumerate(layers, start=1) if self._enabled else ():
+            entered = functools.partial(self._enter_layer, number, len(layers))
+            self._hooks.append(layer.register_forward_pre_hook(entered))
+
+    def _enter_layer(self, number: int, of: int, *_: Any) -> None:
+        # Gradient checkpointing runs the layers again in backward, from the last to the first.
+        direction = "forward" if number == self._layer + 1 else "backward"
+        self._layer = number
+        self._show(f"{self._micro_batch}, {direction}, layer {number} of {of}")
+
+    def start_micro_batch(self, number: int, of: int) -> None:
+        """Say that micro-batch `number` of a step begins, counted from 1."""
+        self._micro_batch, self._layer = f"micro-batch {number} of {of}", 0
+        self._show(self._micro_batch)
+
+    def _show(self, text: str) -> None:
+        now = time.perf_counter()
+        if self._enabled and now - self._shown > SECONDS_BETWEEN_SIGNS:
+            self._shown = now
+            self._bar.set_description_str(text)
+
+    def finish_step(self) -> None:
+        """Take away what was shown, and follow no layers any more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._shown = time.perf_counter()
+        self._bar.set_description_str("", refresh=False)
