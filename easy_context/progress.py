@@ -28,7 +28,9 @@ class StepProgress:
         layers = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), [])
         for number, layer in enumerate(layers, start=1) if self._enabled else ():
             entered = functools.partial(self._enter_layer, number, len(layers))
-            self._hooks.append(layer.register_forward_pre_hook(entered))
+            # Not every version of Transformers calls the layer itself when checkpointing runs it again.
+            inner = next(layer.children(), layer)
+            self._hooks.append(inner.register_forward_pre_hook(entered))
 
     def _enter_layer(self, number: int, of: int, *_: Any) -> None:
         # Gradient checkpointing runs the layers again in backward, from the last to the first.

@@ -1,10 +1,12 @@
 """Starts the project's scripts as users do: in processes of their own, on CPUs, offline."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -17,8 +19,20 @@ def free_port() -> str:
 
 def run_python(*words: str) -> subprocess.CompletedProcess:
     """Run Python with these words in the repository, as outside of any launcher."""
+    return subprocess.run([sys.executable, *words], **_as_a_user(), timeout=300)
+
+
+def start_python(*words: str) -> subprocess.Popen:
+    """Start what `run_python` runs, in a process group of its own, which Ctrl-C reaches as in a terminal."""
+
+    def listen() -> None:  # the tests themselves may run where Ctrl-C is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return subprocess.Popen([sys.executable, *words], **_as_a_user(), start_new_session=True, preexec_fn=listen)
+
+
+def _as_a_user() -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return {"cwd": REPOSITORY, "env": environment, "text": True, **pipes}

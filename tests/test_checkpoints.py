@@ -1,6 +1,7 @@
 """Saving: a plain Hugging Face checkpoint, whole or not there at all."""
 
 import json
+import os
 from argparse import Namespace
 
 import pytest
@@ -9,7 +10,7 @@ from tiny_models import save_tiny_llama, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easy_context import apply_fused_loss
-from easy_context.checkpoints import is_finished, load_tokenizer, prepare_output_dir, save_model
+from easy_context.checkpoints import is_finished, load_tokenizer, prepare_metrics, prepare_output_dir, save_model
 
 
 class OneProcess:
@@ -129,6 +130,43 @@ def test_a_save_that_is_cut_off_while_renaming_is_not_taken_for_a_model(tmp_path
     assert not is_finished(tmp_path)
 
 
+def test_the_model_counts_as_saved_only_when_its_last_file_is_in_place(tmp_path, monkeypatch):
+    name = save_tiny_llama(tmp_path / "start")
+    tokenizer, moved = load_tokenizer(name), []
+    replace = os.replace
+
+    def replace_some(source, target):
+        if len(moved) == allowed:
+            raise KeyboardInterrupt
+        moved.append(os.path.basename(target))
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", replace_some)
+    allowed = None
+    save_model(OneProcess(), tiny_llama(), tokenizer, str(tmp_path / "out"))
+    files = list(moved)
+    assert files[-1] == "config.json" and "model.safetensors" in files
+    for allowed in range(len(files)):
+        moved.clear()
+        with pytest.raises(KeyboardInterrupt):
+            save_model(OneProcess(), tiny_llama(seed=1), tokenizer, str(tmp_path / "out"))
+        assert not is_finished(tmp_path / "out"), files[:allowed]
+        (tmp_path / "out" / "config.json").write_text("{}")  # an earlier model, for the next try
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
+    name = save_tiny_llama(tmp_path / "start")
+    before = os.umask(umask)
+    try:
+        save_model(OneProcess(), tiny_llama(), load_tokenizer(name), str(tmp_path / "out"))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
 def test_files_of_others_in_the_folder_stay(tmp_path):
     (tmp_path / "saving").mkdir()
     mine = [tmp_path / name for name in ("model_backup.safetensors", "saving/notes.txt", "model-best.safetensors")]
@@ -149,6 +187,7 @@ def test_output_folder_gets_the_arguments_and_keeps_earlier_metrics(tmp_path, ca
     args = Namespace(output_dir=str(output_dir), seq_length=32, adam_betas=[0.9, 0.95], rope_theta=None)
     for run in range(3):
         prepare_output_dir(args)
+        prepare_metrics(output_dir, step=0)
         assert not (output_dir / "metrics.jsonl").exists()
         (output_dir / "metrics.jsonl").write_text(f"run {run}")
     assert json.loads((output_dir / "args.json").read_text()) == vars(args)

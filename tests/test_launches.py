@@ -6,12 +6,15 @@ wrong scale of the gradient in any mode shows in the norm, and in the losses of 
 
 import json
 import math
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from launching import free_port, run_python
+from launching import free_port, run_python, start_python
 
 SEQ_LENGTH = 60  # no multiple of 8: four zigzag ranks must pad
 STEPS = 6
@@ -222,6 +225,31 @@ def test_a_loss_that_is_not_finite_is_said_once(assets):
     assert result.stderr.count("step 2: loss nan") == 1, result.stderr
     assert 'train.py", line' not in result.stderr
     assert [record["step"] for record in metrics(output_dir)] == [1, 2]
+    assert not (output_dir / "config.json").exists()
+
+
+def test_ctrl_c_is_answered_once(assets):
+    """Two processes are interrupted while they train, as a terminal does it: a line of the first, no stack trace."""
+    output_dir = assets / "interrupted"
+    flags = [
+        *("--model", str(assets / "model"), "--dataset", str(assets / "rows"), "--seq-length", str(SEQ_LENGTH)),
+        *("--mixed-precision", "no", "--output-dir", str(output_dir), "--max-train-steps", "1000000"),
+    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    file, deadline = output_dir / "metrics.jsonl", time.monotonic() + 200
+    process = start_python(*launcher, "train.py", *flags)
+    try:
+        while not (file.exists() and file.read_text().count("\n") > 1):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert said.count("stopped by Ctrl-C: ") == 1, said[-3000:]
+    assert f"steps are in {file}, no model is saved; the same command begins again at step 1" in said
+    assert 'train.py", line' not in said
     assert not (output_dir / "config.json").exists()
 
 

@@ -9,7 +9,8 @@ from tiny_models import tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 
 from easy_context import metrics
-from easy_context.metrics import MetricsLog, StepMeter, count_parameters, describe, flops_per_token
+from easy_context.mesh import Mesh
+from easy_context.metrics import MetricsLog, StepMeter, count_parameters, count_tokens, describe, flops_per_token
 
 RECORD = {
     "step": 3,
@@ -182,3 +183,19 @@ def test_wandb_without_a_key_goes_offline_and_says_so(tmp_path, monkeypatch, cap
     assert name == "long context"
     assert settings["adam_betas"] == "[0.9, 0.95]" and settings["max_train_steps"] == 4, "trackers take no lists"
     monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length():
+    """Two ranks with shards of 3 and of 5 tokens: rows of 6 and of 10."""
+
+    class TwoAlike:
+        device = torch.device("cpu")
+
+        def reduce(self, counts, reduction):
+            assert reduction == "sum"
+            return 2 * counts
+
+    targets = [torch.tensor([[1, 2, -100], [-100, -100, 3]]), torch.tensor([[4, -100, 5, 6, 7]])]
+    tokens, valid_tokens, length = count_tokens(TwoAlike(), Mesh(sequence_size=2), targets)
+    assert (tokens, int(valid_tokens)) == (22, 14)
+    assert length == pytest.approx((6 * 6 + 5 * 10) / 11, rel=1e-6)

@@ -207,6 +207,28 @@ def test_weights_that_lack_a_tensor_are_not_trained(train, assets, tmp_path, cap
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_steps_run_in_training_mode_and_evaluations_do_not(train, assets, monkeypatch):
+    """Also behind an evaluation, and without checkpointing, which would not run otherwise."""
+    from easy_context import loss
+
+    modes, apply_fused_loss = [], loss.apply_fused_loss
+
+    def watched(model, **options):
+        model.register_forward_pre_hook(lambda module, _: modes.append((module.training, torch.is_grad_enabled())))
+        return apply_fused_loss(model, **options)
+
+    monkeypatch.setattr(loss, "apply_fused_loss", watched)
+    flags = ["--eval-dataset", str(assets / "rows"), "--eval-every", "1", "--gradient-checkpointing", "none"]
+    records = metrics(train(*flags))
+    assert modes == STEPS * ([(True, True)] * 2 + [(False, False)] * 7)
+    assert [sorted(record) for record in records] == STEPS * [sorted([*records[0]])] and "eval_loss" in records[0]
+
+
+def test_evaluations_come_at_their_steps_and_at_the_end(train, assets):
+    records = metrics(train("--eval-dataset", str(assets / "rows"), "--eval-every", "2", "--max-train-steps", "5"))
+    assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 5]
+
+
 def test_learning_rates_are_the_flags(train):
     flags = ["--warmup-steps", "2", "--lr-scheduler", "linear", "--learning-rate", "6e-4", "--max-train-steps", "5"]
     rates = [record["learning_rate"] for record in metrics(train(*flags))]
