@@ -224,9 +224,15 @@ def test_steps_run_in_training_mode_and_evaluations_do_not(train, assets, monkey
     assert [sorted(record) for record in records] == STEPS * [sorted([*records[0]])] and "eval_loss" in records[0]
 
 
-def test_evaluations_come_at_their_steps_and_at_the_end(train, assets):
+def test_evaluations_come_at_their_steps_and_at_the_end(train, assets, monkeypatch):
+    """And their time is no step's: the clock starts anew behind each."""
+    from easy_context.metrics import StepMeter
+
+    restart, restarts = StepMeter.restart, []
+    monkeypatch.setattr(StepMeter, "restart", lambda meter: restarts.append(restart(meter)))
     records = metrics(train("--eval-dataset", str(assets / "rows"), "--eval-every", "2", "--max-train-steps", "5"))
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 5]
+    assert len(restarts) == 1 + 3
 
 
 def test_learning_rates_are_the_flags(train):
