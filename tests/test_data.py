@@ -164,6 +164,16 @@ def test_each_epoch_has_every_row_once_in_its_own_seeded_order(rows):
     assert [int(RowStream(rows, 8)[i]["input_ids"][0]) for i in range(11)] != epochs[0]
 
 
+def test_neighbouring_seeds_share_no_epochs(rows):
+    """Seed 8 must not begin with the second epoch of seed 7."""
+    orders = [
+        tuple(int(RowStream(rows, seed)[11 * epoch + i]["input_ids"][0]) for i in range(11))
+        for seed in (7, 8, 9)
+        for epoch in range(3)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
 def rows_of_steps(rows, batch_size, accumulate, groups, steps):
     """For each step the first tokens of the rows of all data-parallel groups."""
     streams = [

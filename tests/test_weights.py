@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from easy_context import notes
 from easy_context.accelerator import compile_nothing_on_cpu
@@ -116,6 +116,25 @@ def test_what_has_no_header_is_checked_while_it_loads(tmp_path):
     name = save(tmp_path / "model", without("layers.1.mlp"), {}, "pickle")
     check_weights(name, AutoConfig.from_pretrained(name))
     with pytest.raises(ValueError, match="its weights lack model.layers.1.mlp.down_proj.weight"):
+        load(name)
+
+
+def test_a_failure_to_load_is_one_line_but_full_memory_stays_what_it_is(tmp_path, monkeypatch):
+    """train.py and the evaluation have advice of their own for full memory."""
+    name = save(tmp_path / "model", lambda tensors: tensors, {})
+
+    def fail(error):
+        def from_pretrained(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+    for error in (OSError("no\nroom"), RuntimeError("no\nroom"), KeyError("no\nroom"), EOFError("no\nroom")):
+        fail(error)
+        with pytest.raises(ValueError, match=rf"--model {name}: cannot be loaded \(.*no.*\)$"):
+            load(name)
+    fail(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
         load(name)
 
 

@@ -9,7 +9,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from easy_context import zero_offload
 from easy_context.arguments import build_parser
-from easy_context.zero_offload import GIB, Memory, choose_offload, free_host_memory, memory_needed, parameter_count
+from easy_context.zero_offload import (
+    GIB,
+    Memory,
+    activation_bytes,
+    choose_offload,
+    free_host_memory,
+    memory_needed,
+    parameter_count,
+)
 
 LLAMA_2_7B = LlamaConfig(tie_word_embeddings=False)  # the defaults are this shape
 LLAMA_3_8B = LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, tie_word_embeddings=False)
@@ -70,6 +78,61 @@ def test_estimates_are_near_measured_peaks(config, processes, flags, choice, gpu
     need = memory_needed(choice, arguments(*flags), config, processes)
     assert need.gpu / GIB == pytest.approx(gpu, rel=0.1)
     assert need.host / GIB == pytest.approx(host, rel=0.1)
+
+
+def test_what_each_flag_keeps_is_estimated_where_it_waits():
+    """Differences between settings, each written out here: 3 layers, 4 heads of 16, 1000 tokens in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4
+    )
+
+    def need(*flags: str) -> Memory:
+        return activation_bytes(arguments(*flags), config, 1000)
+
+    recomputed = ("--gradient-checkpointing", "full", "--keep-attention")
+    least = need(*recomputed, "none")
+    layer_input, attention = 1000 * 64 * 2, 1000 * 4 * (16 * 2 + 4)  # an output in bf16, its log-sum-exp in float32
+    work = 2 * (15 * 1000 * 64 + 2.7 * 1000 * 256)
+    loss = 500 * 64 * (2 * 2 + 4) + 0.75 * GIB
+    assert least.gpu == pytest.approx(3 * layer_input + work + loss + 2 * GIB, abs=1) and least.host == 0
+    assert need(*recomputed, "gpu").gpu - least.gpu == pytest.approx(3 * attention, abs=1)
+    assert need(*recomputed, "gpu").host == 0
+    on_host = need(*recomputed, "cpu")
+    assert on_host.gpu == least.gpu and on_host.host == 3 * 2**18 > 3 * attention  # pinned in powers of two
+    offloaded = need("--gradient-checkpointing", "offload", "--keep-attention", "none")
+    assert least.gpu - offloaded.gpu == pytest.approx(3 * layer_input, abs=1) and offloaded.host == 3 * 2**17
+    kept = need("--gradient-checkpointing", "none")
+    assert kept.gpu - least.gpu == pytest.approx(3 * 2 * 1000 * (5 * 64 + 4 * 256) - 3 * layer_input, abs=1)
+    assert kept.host == 0
+    tiled = need(*recomputed, "none", "--mlp-tile-size", "100")
+    assert least.gpu - tiled.gpu == pytest.approx(2 * 2.7 * 900 * 256, abs=1)
+    assert need(*recomputed, "none", "--mlp-tile-size", "5000").gpu == least.gpu
+    exact = need(*recomputed, "none", "--mixed-precision", "no")
+    assert exact.gpu - least.gpu == pytest.approx(3 * layer_input + work + 500 * 64 * 4, abs=1)
+    without_liger = arguments(*recomputed, "none")
+    without_liger.liger = False
+    assert activation_bytes(without_liger, config, 1000).gpu - least.gpu == pytest.approx(0.4 * work, abs=1)
+
+
+def test_powers_of_two_are_rounded_up():
+    assert [zero_offload._power_of_two(size) for size in (1, 2, 3, 4, 5, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 2048]
+
+
+@pytest.mark.parametrize("choice,gpu,host", [("none", 16, 0), ("optimizer", 2, 18), ("all", 0, 20)])
+def test_processes_share_what_a_parameter_takes(choice, gpu, host):
+    """Bytes for each parameter, on top of the activations; the optimizer's step needs more than those here."""
+    args = arguments("--seq-length", "16", "--gradient-checkpointing", "full", "--keep-attention", "none")
+    parameters = parameter_count(LLAMA_2_7B)
+    for processes in (1, 4):
+        need, own = memory_needed(choice, args, LLAMA_2_7B, processes), parameters / processes
+        work = activation_bytes(args, LLAMA_2_7B, 16 // processes).gpu
+        work = max(work, 12e9) if choice == "none" else work
+        assert need.gpu == pytest.approx(gpu * own + work, rel=1e-6)
+        assert need.host == pytest.approx(host * own, rel=1e-6)
+    args.mixed_precision = "no"
+    if choice == "optimizer":
+        work = activation_bytes(args, LLAMA_2_7B, 16).gpu
+        assert memory_needed(choice, args, LLAMA_2_7B, 1).gpu == pytest.approx(4 * parameters + work, rel=1e-6)
 
 
 def test_a_7b_model_on_one_h200_stays_on_the_gpu(monkeypatch):

@@ -60,10 +60,10 @@ TESTS = {
     "easy_context/metrics.py": "metrics",
     "easy_context/weights.py": "weights",
     "easy_context/zero_offload.py": "zero_offload",
-    "train.py": "train",
+    "train.py": "train resuming",
     "easy_context/evaluation/cells.py": "needle",
     "easy_context/evaluation/needle.py": "needle",
-    "easy_context/evaluation/scorer.py": "perplexity needle",
+    "easy_context/evaluation/scorer.py": "scorer perplexity needle",
     "easy_context/evaluation/perplexity.py": "perplexity",
     "easy_context/evaluation/tasks.py": "tasks needle",
 }
