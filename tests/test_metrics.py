@@ -85,7 +85,7 @@ def test_peaks_of_gpus(monkeypatch, name, teraflops):
 
 
 def test_speed_and_utilisation(monkeypatch):
-    clock = iter([100.0, 102.0, 150.0, 154.0])
+    clock = iter([100.0, 102.0, 110.0, 150.0, 154.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 7.0))
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     meter = StepMeter(torch.device("cpu"), devices=4, token_flops=lambda row_length: 1e6 * row_length)
@@ -94,8 +94,10 @@ def test_speed_and_utilisation(monkeypatch):
     assert record["tokens_per_second"] == 400 and record["tokens_per_second_per_device"] == 100
     assert record["mfu"] == pytest.approx(100 * 1e9 / 1e12)
     assert record["peak_memory_bytes"] > 10 * 2**20
+    later = meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)
+    assert later["tokens_per_second"] == 100, "a step is timed from the end of the one before"
     meter.restart()  # after an evaluation, which is no training time
-    assert meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)["tokens_per_second"] == 200
+    assert meter.record(3, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)["tokens_per_second"] == 200
 
 
 class FakeAccelerator:

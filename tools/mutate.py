@@ -32,7 +32,7 @@ HEAVY = ("torch.distributed", "transformers.models.llama.modeling_llama", "datas
 # The test files of each module, without "test_" and ".py", the quickest first.
 TESTS = {
     "easy_context/kernels/__init__.py": "kernels",
-    "easy_context/kernels/base.py": "kernels",
+    "easy_context/kernels/base.py": "kernels kernel_splitting",
     "easy_context/kernels/reference.py": "kernels",
     "easy_context/kernels/merge.py": "accumulation",
     "easy_context/kernels/splitting.py": "kernel_splitting",
