@@ -172,6 +172,23 @@ def test_frozen_models_of_vectors_only_still_train(tmp_path):
     assert scheduler.get_last_lr() == [2e-5, 2e-5]
 
 
+def test_deepspeed_gets_the_flags_schedule(tmp_path):
+    """It makes the scheduler itself, from what it is given; without that it would keep the rate constant."""
+    args = parse_arguments("--learning-rate 0.5 --warmup-steps 3 --max-train-steps 6".split())
+    plugin = Namespace(deepspeed_config={})
+    launched = Namespace(state=Namespace(deepspeed_plugin=plugin), prepare=lambda *objects: objects)
+    model, optimizer, scheduler = prepare_training(args, launched, torch.nn.Linear(3, 2))
+    assert optimizer.lr == 0.5 and optimizer.weight_decay == args.weight_decay
+    assert [group["weight_decay"] for group in optimizer.params] == [args.weight_decay, 0.0]
+    real = torch.optim.AdamW(model.parameters(), lr=0.5)
+    schedule, rates = scheduler.lr_scheduler_callable(real), []
+    for _ in range(4):
+        rates += schedule.get_last_lr()
+        real.step()
+        schedule.step()
+    assert rates == [0.125, 0.25, 0.375, 0.5]
+
+
 @pytest.mark.parametrize("max_norm, expected", [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
 def test_clipping_returns_the_norm_before_and_zero_never_clips(tmp_path, max_norm, expected):
     accelerator = build_accelerator(parse_arguments(["--mixed-precision", "no", "--output-dir", str(tmp_path)]))

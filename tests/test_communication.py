@@ -1,5 +1,7 @@
 """Exchanges and all-to-all between real processes, on the whole group and on a part of it."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,19 @@ def check_half_of_the_ranks(rank: int, world_size: int) -> None:
 
 def exchange_nothing(rank: int, world_size: int) -> None:
     Exchange(dist.group.WORLD).start().wait()
+
+
+def exchange_and_let_go(rank: int, world_size: int) -> None:
+    sent = torch.ones(3)
+    held, (_, exchange) = weakref.ref(sent), ring_exchange(sent, dist.group.WORLD)
+    exchange.wait()
+    del sent
+    assert held() is None
+
+
+def test_what_was_sent_is_free_after_the_wait(pool):
+    """A mode keeps its last exchange while the next block computes."""
+    pool.run(exchange_and_let_go, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

@@ -95,6 +95,13 @@ def test_scaling_that_depends_on_the_window_is_not_changed_by_raising_it(rope_ty
     assert config.max_position_embeddings == 64
 
 
+@pytest.mark.parametrize("theta", [0.5, 1.0, 1e4, 1e12])
+def test_every_positive_base_can_be_set(theta):
+    config = LlamaConfig(**SMALL)
+    set_rope_theta(config, theta, None)
+    assert config.rope_parameters["rope_theta"] == theta
+
+
 @pytest.mark.parametrize("theta", [0, -1e4, float("nan"), float("inf")])
 def test_bases_that_cannot_be_set_are_refused(theta):
     with pytest.raises(ValueError, match=f"--rope-theta {theta} must be positive and finite"):

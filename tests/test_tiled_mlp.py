@@ -93,6 +93,15 @@ def test_under_autocast_every_product_of_the_mlp_is_in_bfloat16(patched, checkpo
         assert (tiled[name] - grad).norm() <= 5e-3 * grad.norm(), name
 
 
+def test_under_autocast_the_output_has_autocasts_dtype():
+    """A float32 tensor of all tokens would be twice the memory."""
+    hidden = torch.randn(1, TOKENS, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            for model in (_model(layers=1), apply_tiled_mlp(_model(layers=1), TILE)):
+                assert model.model.layers[0].mlp(hidden).dtype == dtype
+
+
 def test_weights_gradients_are_summed_over_tiles_in_float32():
     """In bfloat16 one token at a time is as exact as all at once: a sum in bfloat16 would lose most of 1000 terms."""
     torch.manual_seed(2)
