@@ -172,15 +172,15 @@ def test_frozen_models_of_vectors_only_still_train(tmp_path):
     assert scheduler.get_last_lr() == [2e-5, 2e-5]
 
 
-def test_deepspeed_gets_the_flags_schedule(tmp_path):
+def test_deepspeed_gets_the_flags_schedule():
     """It makes the scheduler itself, from what it is given; without that it would keep the rate constant."""
-    args = parse_arguments("--learning-rate 0.5 --warmup-steps 3 --max-train-steps 6".split())
-    plugin = Namespace(deepspeed_config={})
+    args = parse_arguments(["--learning-rate", "0.5", "--warmup-steps", "3", "--max-train-steps", "6"])
+    plugin = Namespace(deepspeed_config={"zero_optimization": {"stage": 3}})
     launched = Namespace(state=Namespace(deepspeed_plugin=plugin), prepare=lambda *objects: objects)
     model, optimizer, scheduler = prepare_training(args, launched, torch.nn.Linear(3, 2))
     assert optimizer.lr == 0.5 and optimizer.weight_decay == args.weight_decay
     assert [group["weight_decay"] for group in optimizer.params] == [args.weight_decay, 0.0]
-    real = torch.optim.AdamW(model.parameters(), lr=0.5)
+    real = torch.optim.AdamW(model.parameters(), lr=0.5)  # as DeepSpeed makes it
     schedule, rates = scheduler.lr_scheduler_callable(real), []
     for _ in range(4):
         rates += schedule.get_last_lr()

@@ -127,6 +127,14 @@ def test_common_words_are_common(size, words):
         assert rarest == (3 if size <= 5000 else 24)
 
 
+def test_the_question_is_in_the_number_of_what_is_asked():
+    one, every = (example(NeedleTask(needles=3, ask=ask)) for ask in ("one", "all"))
+    assert re.fullmatch(r"What is the secret number of the \S+ \S+\?", one.question)
+    assert re.fullmatch(r"The secret number of the \S+ \S+ is ", one.lead_in)
+    assert every.question.startswith("What are the secret numbers of these, in this order: ")
+    assert every.lead_in == "The secret numbers are "
+
+
 def test_common_words_need_a_vocabulary():
     assert vocabulary_of("A few words, words of some Length and some more") == ["more", "some", "words"]
     with pytest.raises(ValueError, match="--task common_words needs 100 different words .* found 3"):
