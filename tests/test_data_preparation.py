@@ -219,7 +219,7 @@ def test_only_the_response_is_learned(tokenizer):
     make = DocumentTokenizer(tokenizer, SEPARATOR)
     document = make(Record("here", {"prompt": "How old is Emma? ", "response": "She is 21."}))
     learned = document.ids[document.learn].tolist()
-    assert learned == [*tokenizer("She is 21.", add_special_tokens=False)["input_ids"], SEPARATOR]
+    assert tokenizer.decode(learned[:-1]) == "She is 21." and learned[-1] == SEPARATOR
     assert len(document.learn) == len(document.ids)
 
 
@@ -277,7 +277,7 @@ def test_bad_records_say_what_is_wrong(data, problem):
 
 def test_what_a_tokenizer_raises_makes_a_bad_record():
     make = DocumentTokenizer(tokenizer_of_style("smollm2"), 0)
-    make.tokenizer = lambda *_, **__: {}["input_ids"]
+    make.encoder.tokenizer = lambda *_, **__: {}["input_ids"]
     document = make(Record("file:7", {"text": "x"}))
     assert (document.location, document.problem) == ("file:7", "KeyError: 'input_ids'")
 

@@ -18,7 +18,7 @@ CLOSES, INTERRUPTS = 50, 25
 
 
 def count(record):
-    """Stands for a tokenizer, and is as fast as can be: workers write nearly all the time. A batch's result is 0.5 MB."""
+    """Stands for a tokenizer, so fast that workers write nearly all the time; a batch's result is 0.5 MB."""
     return TokenisedDocument(record.location, np.arange(len(record.data["text"]) // 4, dtype=np.uint32))
 
 

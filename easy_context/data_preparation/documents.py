@@ -5,7 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from easy_context.data_preparation import chats
 from easy_context.data_preparation.sources import Record
+from easy_context.data_preparation.spans import Span, SpanEncoder
+
+LONGEST_END = 8  # tokens in which white space behind a separator ends
 
 
 @dataclass(frozen=True)
@@ -16,25 +20,27 @@ class TokenisedDocument:
         location: file and line (or row) of the record.
         ids: uint32 `[tokens]`, with the separator at the end.
         learn: bool `[tokens]`, False where the label is −100; None where every token is learned.
+        answers_left_out: answers of a chat that are not learned, because its template rewrites earlier turns.
     """
 
     location: str
     ids: np.ndarray | None = None
     learn: np.ndarray | None = None
     problem: str | None = None
+    answers_left_out: int = 0
 
 
 class DocumentTokenizer:
     """Turns one record into token ids.
 
-    A document starts with the BOS token if the tokenizer puts one before a text by itself, and ends with the
-    separator.
+    A text or pair starts with the BOS token if the tokenizer puts one before a text by itself, a chat as its template
+    writes it. All end with the separator, if they do not end so already.
 
     Args:
         tokenizer: a Hugging Face tokenizer, fast or not.
         separator_id: token between documents.
         text_field: the field of plain text, which then is taken whatever else a record holds. None: "text", and a
-            record with messages is a chat.
+            record with messages or conversations is a chat.
 
     Attributes:
         fields: those that are looked at.
@@ -42,10 +48,11 @@ class DocumentTokenizer:
 
     def __init__(self, tokenizer: Any, separator_id: int, text_field: str | None = None):
         self.tokenizer = tokenizer
+        self.encoder = SpanEncoder(tokenizer)
         self.separator_id = separator_id
         self.text_field = text_field or "text"
         self.text_first = text_field is not None
-        self.fields = (self.text_field, "messages", "prompt", "response")
+        self.fields = (self.text_field, *chats.FIELDS, "prompt", "response", *chats.OTHER_FIELDS)
         first = tokenizer("a")["input_ids"][:1]
         self.start_ids = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
 
@@ -61,33 +68,41 @@ class DocumentTokenizer:
             return TokenisedDocument(record.location, problem=f"{type(error).__name__}: {error}")
 
     def _tokenise(self, record: Record) -> TokenisedDocument:
-        kind = self._kind(record.data)
-        parts = self._parts(record.data, kind)
-        tokens = [self._encode(text) for text, _ in parts]
-        # A chat template may spell the BOS token out.
-        start = [] if tokens[0][:1] == self.start_ids else self.start_ids
-        ids = np.concatenate([start, *tokens, [self.separator_id]]).astype(np.uint32)
+        kind, data, left_out = self._kind(record.data), record.data, 0
+        if kind == "chat":
+            chat = chats.render_chat(self.tokenizer, data)
+            text, spans, left_out = chat.text, chat.answers, chat.left_out
+        elif kind == "pair":
+            prompt = _text_of(data, "prompt", empty=True)
+            text = prompt + _text_of(data, "response")
+            spans = [Span(len(prompt), len(text))]
+        else:
+            text, spans = _text_of(data, self.text_field), []
+        ids, learn = self.encoder.encode(text, spans)
+        start = [] if kind == "chat" or ids[:1] == self.start_ids else self.start_ids
+        # A chat has ended already, in its template's own way; a response ends with the separator.
+        end, end_is_learned = ([], []) if self._has_ended(ids) else ([self.separator_id], [kind == "pair"])
+        ids = np.concatenate([start, ids, end]).astype(np.uint32)
         if kind == "text":
             return TokenisedDocument(record.location, ids)
-        learn = [np.full(len(start), False)]
-        learn += [np.full(len(part), learned) for part, (_, learned) in zip(tokens, parts, strict=True)]
-        # A chat has ended already, in its template's own way; a response ends with the separator.
-        learn.append(np.array([kind == "pair"]))
-        return TokenisedDocument(record.location, ids, np.concatenate(learn))
+        learn = np.concatenate([[False] * len(start), learn, end_is_learned]).astype(bool)
+        return TokenisedDocument(record.location, ids, learn, answers_left_out=left_out)
 
-    def _encode(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"not Unicode: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _has_ended(self, ids: list[int]) -> bool:
+        """Whether the last token is the separator, white space behind it aside."""
+        behind = ids[-LONGEST_END:]
+        while self.separator_id in behind:
+            behind = behind[behind.index(self.separator_id) + 1 :]
+            if not self.tokenizer.decode(behind).strip():
+                return True
+        return False
 
     def _kind(self, data: dict[str, Any]) -> str:
         """Say what a record holds: "text", a "chat", or a "pair" of prompt and response; null counts as not there."""
         given = [name for name in self.fields if data.get(name) is not None]
         if self.text_first and self.text_field in given:
             return "text"
-        if "messages" in given:
+        if any(name in given for name in chats.FIELDS):
             return "chat"
         pair = [name for name in given if name in ("prompt", "response")]
         if pair and self.text_field in given and str(data[self.text_field]).strip():
@@ -96,37 +111,6 @@ class DocumentTokenizer:
                 f"takes {self.text_field!r}, and where that is left out prompt and response are taken"
             )
         return "pair" if pair else "text"
-
-    def _parts(self, data: dict[str, Any], kind: str) -> list[tuple[str, bool]]:
-        """Split a record into pieces of text, each with whether it is learned."""
-        if kind == "chat":
-            return self._chat_parts(data["messages"])
-        if kind == "pair":
-            return [(_text_of(data, "prompt", empty=True), False), (_text_of(data, "response"), True)]
-        return [(_text_of(data, self.text_field), True)]
-
-    def _chat_parts(self, messages: Any) -> list[tuple[str, bool]]:
-        """Cut a rendered chat where the assistant's turns start and end.
-
-        The pieces are tokenised apart, as they are when a model answers: the prompt first, then its own tokens.
-        """
-        _check_messages(messages)
-        parts, done = [], ""
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self._render(messages[:turn], generation_prompt=True)
-                whole = self._render(messages[: turn + 1])
-                if not (prompt.startswith(done) and whole.startswith(prompt)):
-                    raise ValueError("the chat template rewrites earlier turns, so labels cannot be placed")
-                parts += [(prompt[len(done) :], False), (whole[len(prompt) :], True)]
-                done = whole
-        return parts
-
-    def _render(self, messages: list[dict], generation_prompt: bool = False) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-        except Exception as error:  # jinja raises what the template's author chose
-            raise ValueError(f"the chat template failed: {error}") from error
 
 
 def _text_of(data: dict[str, Any], field: str, empty: bool = False) -> str:
@@ -139,15 +123,3 @@ def _text_of(data: dict[str, Any], field: str, empty: bool = False) -> str:
     if not empty and not text.strip():
         raise ValueError(f"field {field!r} is empty")
     return text
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' must be a list of {role, content}")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError("a message has no role")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"the content of a message of role {message['role']!r} is not text")
-    if all(message["role"] != "assistant" for message in messages):
-        raise ValueError("no message of role 'assistant', so nothing to learn")

@@ -16,6 +16,7 @@ import numpy as np
 
 from easy_context.data_preparation.facts import FACT_TEMPLATES, FRAMES, Fact, FactTemplate, draw_facts
 from easy_context.data_preparation.rows import IGNORED_LABEL, Row
+from easy_context.data_preparation.spans import Span, SpanEncoder
 from easy_context.sentences import ends_sentence
 
 MOST_INSERTED = 0.9  # share of a row
@@ -86,6 +87,7 @@ class RetrievalWriter:
 
     def __init__(self, tokenizer: Any, settings: RetrievalSettings):
         self.tokenizer = tokenizer
+        self.encoder = SpanEncoder(tokenizer)
         self.settings = settings
         self.rows = self.facts = 0
         self.frames = FRAMES if settings.templates == FACT_TEMPLATES else FRAMES[:1]
@@ -131,20 +133,14 @@ class RetrievalWriter:
         return _interleave(text, labels, self._place(rng, text, encoded))
 
     def _encode(self, fact: Fact) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Tokenise the statement and the question with its answer; each is (ids, learn)."""
-        statement = np.array(self._ids(fact.statement), np.int32)
-        question = self._ids(fact.question)
-        answered = self._ids(fact.question + fact.answer)
-        whole = np.array(self._ids(fact.question + fact.answer + fact.after), np.int32)
-        # The answer starts where its tokens depart from those of the question, and ends before `after`.
-        start = _common_length(question, answered)
-        end = _common_length(answered, whole.tolist())
-        learn = np.zeros(len(whole), bool)
-        learn[start:end] = True
-        return (statement, np.zeros(len(statement), bool)), (whole, learn)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Tokenise the statement and the question with its answer, as text between text; each is (ids, learn)."""
+        start = len(fact.question)
+        answer = Span(start, start + len(fact.answer))
+        pairs = (
+            self.encoder.encode(fact.statement, continues=True),
+            self.encoder.encode(fact.question + fact.answer + fact.after, [answer], continues=True),
+        )
+        return tuple((np.array(ids, np.int32), learn) for ids, learn in pairs)
 
     def _place(self, rng: np.random.Generator, text: np.ndarray, encoded: list) -> list[_Insert]:
         """Give every fact a random place at the end of a sentence, and its question one behind it.
@@ -193,15 +189,6 @@ class RetrievalWriter:
         kept = np.zeros(blocks, bool)
         kept[rng.permutation(blocks)[: round(blocks * self.settings.text_labels)]] = True
         return np.where(np.repeat(kept, block)[: len(labels)], labels, np.int32(IGNORED_LABEL))
-
-
-def _common_length(first: list[int], second: list[int]) -> int:
-    length = 0
-    for left, right in zip(first, second, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
 
 
 def _ordered(rng: np.random.Generator, inserts: list[_Insert]) -> list[_Insert]:

@@ -11,7 +11,7 @@ import numpy as np
 from easy_context.data_preparation.retrieval import RetrievalSettings
 from easy_context.data_preparation.sources import Source, list_files
 
-TOKENS_VERSION = 2  # raised where the same records give other tokens or labels, so that old ones are not taken
+TOKENS_VERSION = 3  # raised where the same records give other tokens or labels, so that old ones are not taken
 
 
 @dataclass(frozen=True)

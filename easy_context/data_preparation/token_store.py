@@ -3,10 +3,11 @@
 Shards grow with what is done: so little is lost to an interruption, and a large source still has few files.
 """
 
+import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,16 @@ class TokenStore:
     Attributes:
         lengths: int64 `[documents]`, tokens of each document, separator included.
         problems: number of bad records.
+        answers_left_out: answers of chats that are not learned, because the chat template rewrites earlier turns.
         has_prompts: whether some tokens are not to be learned.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._shards = list(_finished_shards(folder))
-        self.problems = sum(_meta(shard)["problems"] for shard in self._shards)
+        metas = [_meta(shard) for shard in self._shards]
+        self.problems = sum(meta["problems"] for meta in metas)
+        self.answers_left_out = sum(meta["answers_left_out"] for meta in metas)
         lengths = [np.load(shard / "lengths.npy") for shard in self._shards]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
         self._first_document = np.cumsum([0] + [len(part) for part in lengths])
@@ -67,7 +71,7 @@ def _read_array(path: Path, dtype: type, start: int, end: int) -> np.ndarray:
 def fill_token_store(
     folder: Path,
     records: Iterable[Record],
-    tokenise: Callable[[Iterable[Record]], Iterator[TokenisedDocument]],
+    tokenise: Callable[[Iterable[Record]], Generator[TokenisedDocument]],
     strict: bool = False,
     on_document: Callable[[TokenisedDocument], None] = lambda document: None,
 ) -> TokenStore:
@@ -76,7 +80,7 @@ def fill_token_store(
     Args:
         folder: of this source.
         records: every record, in the same order at each run.
-        tokenise: maps records to documents in order.
+        tokenise: maps records to documents in order; closed when this function ends, however it does.
         strict: raise at the first bad record instead of counting it.
         on_document: called once for each record that is tokenised now, for progress.
 
@@ -93,13 +97,13 @@ def fill_token_store(
     shards = list(_finished_shards(folder))
     done = sum(_meta(shard)["records"] for shard in shards)
     tokens = int(store.lengths.sum())
-    documents = tokenise(itertools.islice(records, done, None))
-    for number in itertools.count(len(shards)):
-        shard = folder / f"shard-{number:05d}"
-        most_tokens = min(max(int(tokens * SHARD_SHARE), FIRST_SHARD_TOKENS), MOST_SHARD_TOKENS)
-        if not _write_shard(shard, documents, most_tokens, strict, on_document):
-            break
-        tokens += int(np.load(shard / "lengths.npy").sum())
+    with contextlib.closing(tokenise(itertools.islice(records, done, None))) as documents:
+        for number in itertools.count(len(shards)):
+            shard = folder / f"shard-{number:05d}"
+            most_tokens = min(max(int(tokens * SHARD_SHARE), FIRST_SHARD_TOKENS), MOST_SHARD_TOKENS)
+            if not _write_shard(shard, documents, most_tokens, strict, on_document):
+                break
+            tokens += int(np.load(shard / "lengths.npy").sum())
     (folder / "complete").touch()
     return TokenStore(folder)
 
@@ -118,7 +122,8 @@ def _finished_shards(folder: Path) -> Iterator[Path]:
 
 def _meta(shard: Path) -> dict[str, int]:
     try:
-        return {key: int(json.loads((shard / "meta.json").read_text())[key]) for key in ("records", "problems")}
+        meta = json.loads((shard / "meta.json").read_text())
+        return {key: int(meta[key]) for key in ("records", "problems", "answers_left_out")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--work-dir: {shard} is damaged ({error}); delete {shard.parent} and run again") from error
 
@@ -138,7 +143,7 @@ def _write_shard(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     lengths: list[int] = []
-    records, problems, tokens, prompts = 0, 0, 0, False
+    records, problems, left_out, tokens, prompts = 0, 0, 0, 0, False
     with (
         (part / "tokens.bin").open("wb") as token_file,
         (part / "learn.bin").open("wb") as learn_file,
@@ -157,6 +162,7 @@ def _write_shard(
                 learn = np.ones(len(document.ids), np.bool_) if document.learn is None else document.learn
                 learn_file.write(learn.tobytes())
                 prompts |= document.learn is not None
+                left_out += document.answers_left_out
                 lengths.append(len(document.ids))
                 tokens += len(document.ids)
             if tokens >= most_tokens or records >= SHARD_RECORDS:
@@ -167,6 +173,7 @@ def _write_shard(
     if not prompts:
         (part / "learn.bin").unlink()
     np.save(part / "lengths.npy", np.array(lengths, np.int64))
-    (part / "meta.json").write_text(json.dumps({"records": records, "problems": problems}))
+    meta = {"records": records, "problems": problems, "answers_left_out": left_out}
+    (part / "meta.json").write_text(json.dumps(meta))
     part.rename(shard)
     return True
