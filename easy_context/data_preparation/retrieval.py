@@ -23,6 +23,7 @@ MOST_INSERTED = 0.9  # share of a row
 QUESTIONS_AT_END = 0.5
 LABEL_BLOCK = 512  # learned text comes in stretches of so many tokens
 TOKENS_BEFORE = 32  # a sentence's end: enough to read the last word of it
+MOST_BYTES, REPLACEMENT = 4, "\ufffd"  # of a character; what decoders write for a part of one
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,15 @@ class RetrievalWriter:
     def _place(self, rng: np.random.Generator, text: np.ndarray, encoded: list) -> list[_Insert]:
         """Give every fact a random place at the end of a sentence, and its question one behind it.
 
-        One fact stands before all text, where random places almost never fall and looking back is hardest.
+        One fact stands before all text, where random places almost never fall and looking back is hardest. Only the BOS
+        token comes before it, as in every text.
         """
+        start = int(len(text) > 0 and text[0] == self.tokenizer.bos_token_id)
         ends = np.flatnonzero(self._may_end_sentence[text]) + 1
         reach = max(1, len(text) // 64)
         inserts = []
         for index, (statement, question) in enumerate(encoded):
-            place = self._next_end(text, ends, int(rng.integers(len(text) + 1)), reach) if index else 0
+            place = self._next_end(text, ends, int(rng.integers(len(text) + 1)), reach) if index else start
             at_end = rng.random() < QUESTIONS_AT_END
             asked = len(text)
             if not at_end:
@@ -160,7 +163,7 @@ class RetrievalWriter:
         return _ordered(rng, inserts)
 
     def _next_end(self, text: np.ndarray, ends: np.ndarray, place: int, reach: int) -> int:
-        """Return the next sentence end at or after `place` if one is within `reach` tokens, otherwise `place`.
+        """Return the next sentence end at or after `place` if one is within `reach` tokens, otherwise about `place`.
 
         Args:
             text: token ids.
@@ -171,6 +174,14 @@ class RetrievalWriter:
         for end in ends[np.searchsorted(ends, place) : np.searchsorted(ends, place + reach, side="right")]:
             if self._is_sentence_end(text, int(end)):
                 return int(end)
+        return self._character_end(text, place)
+
+    def _character_end(self, text: np.ndarray, place: int) -> int:
+        """Return the first place from `place` on that is not within a character, whose bytes may be several tokens."""
+        for end in range(place, min(place + MOST_BYTES, len(text))):
+            for start in range(end - 1, max(end - 1 - MOST_BYTES, -1), -1):
+                if REPLACEMENT not in self.tokenizer.decode(text[start:end], clean_up_tokenization_spaces=False):
+                    return end  # the last tokens before it are whole characters
         return place
 
     def _is_sentence_end(self, text: np.ndarray, end: int) -> bool:
