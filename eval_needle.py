@@ -26,6 +26,7 @@ from easy_context.evaluation.needle import DIGITS, NEEDLE_TEMPLATE, NeedleTask, 
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.files import check_writable, write_whole
 
+MODEL = "PY007/Llama2-7B-64K"  # as in the original project
 MOST_DEPTHS = 1000  # steps in a grid; more are a slip of the pen
 # A run may be continued with another grid, on other processes; with other values of these it would be another run.
 SETTINGS = (
@@ -48,7 +49,7 @@ SETTINGS = (
 def parse_arguments(arguments: list[str] | None = None):
     """The flags, each checked as far as that goes without loading anything."""
     parser = FlagParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", required=True, help="path or hub name")
+    parser.add_argument("--model", default=MODEL, help="path or hub name (%(default)s)")
     parser.add_argument(
         "--task", nargs="+", default=["needle"], choices=("needle", "ruler", *RULER_TASKS), help="ruler: all but needle"
     )
@@ -167,7 +168,7 @@ def open_journal(args, settings: dict):
     if args.overwrite:
         path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return Journal(path, settings)
+    return Journal(path, settings, args.model)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -209,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
 def write(args, records: list[dict], settings: dict) -> None:
     """The CSV, the JSON summary and one heatmap a task."""
     from easy_context.evaluation.cells import summarize
-    from easy_context.evaluation.plots import draw_needle
+    from easy_context.evaluation.plots import draw_needle, needle_title
     from easy_context.evaluation.results import json_text
 
     summary = summarize(records)
@@ -220,11 +221,8 @@ def write(args, records: list[dict], settings: dict) -> None:
     report = {"model": args.model, "settings": settings, "tasks": summary}
     write_whole(args.output_dir / "summary.json", json_text(report))
     for task, result in summary.items():
-        draw_needle(
-            [record for record in records if record["task"] == task],
-            args.output_dir / f"{task}.png",
-            title=f"{Path(args.model).name}, {task}",
-        )
+        own = [record for record in records if record["task"] == task]
+        draw_needle(own, args.output_dir / f"{task}.png", needle_title(own, args.model))
         print(f"{task}: accuracy {result['accuracy']:.3f} over {result['samples']} samples")
         for length, mean in result["by_length"].items():
             print(f"  {length:>9,} tokens   {mean['accuracy']:.3f}")

@@ -10,102 +10,65 @@ Writes a CSV with one row per model, document and length, and beside it a JSON w
 and by position. The files, and what each number means: docs/evaluation.md.
 """
 
+import argparse
 import csv
 import io
+import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from easy_context.evaluation.arguments import (
-    FlagParser,
-    add_model_flags,
-    check_model_flags,
-    context_lengths,
-    load_tokenizer,
-)
-from easy_context.files import check_writable, write_whole
+from easy_context.evaluation.arguments import load_tokenizer
+from easy_context.evaluation.perplexity_arguments import parse_arguments
+from easy_context.files import write_whole
 
-COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity")
+COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "trained_length")
 
 
-def parse_arguments(arguments: list[str] | None = None):
-    """The flags, each checked as far as that goes without loading anything."""
-    parser = FlagParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "-m", "--model", action="append", required=True, help="path or hub name; repeat to compare models"
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", nargs="+", help="plain text files (.gz and .xz too), one document each")
-    source.add_argument("--tokenized", help="dataset of input_ids: save_to_disk folder, parquet, JSONL or hub name")
-    parser.add_argument("--split", help="split of --tokenized; default: test, else validation, else train")
-    parser.add_argument("--dataset-min-tokens", type=int, help="skip shorter documents; default: --min-tokens")
-    parser.add_argument("--samples", type=int, help="at most this many documents; default: all")
-    parser.add_argument(
-        "--output-file", type=Path, default=Path("output/perplexity.csv"), help="CSV (default: %(default)s)"
-    )
-    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length (default: %(default)s)")
-    parser.add_argument(
-        "--tokens-step", type=int, default=0, help="from one length to the next; 0, the default, doubles the length"
-    )
-    parser.add_argument(
-        "--bucket-tokens",
-        type=int,
-        default=4096,
-        help="end of the first range of positions; the others double (%(default)s)",
-    )
-    parser.add_argument(
-        "--sliding-window",
-        type=int,
-        metavar="STRIDE",
-        help="read whole documents through windows of each length, moved on by STRIDE tokens, instead of in one pass",
-    )
-    parser.add_argument(
-        "--truncate",
-        action="store_true",
-        help="with --sliding-window: cut documents to --max-tokens; a single pass always does",
-    )
-    parser.add_argument(
-        "--aggressive-memory",
-        action="store_true",
-        help="smaller loss chunks, and cached GPU memory freed after each pass",
-    )
-    add_model_flags(parser)
-    args = parser.parse_args(arguments)
-    flags = ("--min-tokens", "--max-tokens", "--tokens-step")
-    args.lengths = context_lengths(args.min_tokens, args.max_tokens, args.tokens_step, flags)
-    if args.samples is not None and args.samples < 1:
-        raise ValueError(f"--samples {args.samples}: give at least 1, or leave it out for all documents")
-    if args.bucket_tokens < 1:
-        raise ValueError(f"--bucket-tokens {args.bucket_tokens}: give at least 1")
-    if args.sliding_window is not None and not 1 <= args.sliding_window <= args.min_tokens:
-        raise ValueError(
-            f"--sliding-window {args.sliding_window}: the stride must be 1 to --min-tokens ({args.min_tokens}), "
-            "or windows would leave gaps"
-        )
-    check_model_flags(args)
-    repeated = [name for i, name in enumerate(args.model) if name in args.model[:i]]
-    if repeated:
-        raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")
-    if args.split is not None and args.tokenized is None:
-        raise ValueError(f"--split {args.split} goes with --tokenized; leave it out with --text")
-    if args.output_file.suffix == ".json":
-        raise ValueError(f"--output-file {args.output_file}: the summary takes this name; give the CSV another ending")
-    for file in (args.output_file, args.output_file.with_suffix(".json")):
-        check_writable(file, "--output-file")
-    return args
-
-
-def find_documents(args, name: str, config) -> list:
-    """The documents to evaluate model `name` on."""
-    from easy_context.evaluation.documents import choose, text_documents
+def documents_of(args: argparse.Namespace, name: str) -> Iterator:
+    """Every document, in the tokens of model `name`."""
+    from easy_context.evaluation.documents import dataset_documents, text_documents
     from easy_context.evaluation.rows import load_rows, tokenized_documents
 
+    if args.tokenized:
+        return tokenized_documents(load_rows(args.tokenized, args.split, args.subset), args.tokenized)
+    tokenizer = load_tokenizer(name)
     if args.text:
-        documents = text_documents(args.text, load_tokenizer(name))
-    else:
-        documents = tokenized_documents(load_rows(args.tokenized, args.split), args.tokenized)
+        return text_documents(args.text, tokenizer)
+    rows = load_rows(args.dataset, args.split, args.subset, "--dataset")
+    return dataset_documents(rows, args.dataset, args.feature or "text", tokenizer)
+
+
+def find_documents(args: argparse.Namespace, name: str, config: Any) -> list:
+    """The documents to evaluate model `name` on."""
+    from easy_context.evaluation.documents import choose
+
     shortest = args.min_tokens if args.dataset_min_tokens is None else args.dataset_min_tokens
-    return choose(documents, shortest, args.samples, config.vocab_size)
+    return choose(documents_of(args, name), shortest, args.samples, config.vocab_size)
+
+
+def save_documents(args: argparse.Namespace) -> None:
+    """Tokenise every document for the first model and save them, on the first process."""
+    from easy_context.evaluation.documents import save_tokenized
+
+    if int(os.environ.get("RANK", 0)) == 0:
+        count, tokens = save_tokenized(documents_of(args, args.model[0]), args.save_tokenized)
+        print(
+            f"saved {count:,} documents of {tokens:,} tokens, for the tokenizer of {args.model[0]}, in "
+            f"{args.save_tokenized}; --tokenized {args.save_tokenized} evaluates them"
+        )
+
+
+def load_configs(args: argparse.Namespace) -> tuple[list, list[int | None]]:
+    """Every model's configuration as it is to run, and the length it was trained on as far as its config knows."""
+    from easy_context.evaluation.loading import check_parallelism, load_config
+
+    # Another RoPE base raises the window of a config, which is then no longer the trained one.
+    trained = [getattr(load_config(name), "max_position_embeddings", None) for name in args.model]
+    configs = [load_config(name, args.rope_theta, args.max_tokens) for name in args.model]
+    for config in configs:
+        check_parallelism(config, args, args.max_tokens)
+    return configs, trained
 
 
 def measure(scorer, document, args) -> tuple[dict, dict]:
@@ -132,7 +95,7 @@ def evaluate(scorer, documents: list, args) -> list[tuple[str, dict, dict]]:
 
     own = documents[scorer.mesh.data_rank :: scorer.mesh.data_size]
     results = []
-    for document in tqdm(own, desc="documents", disable=not scorer.is_first_rank):
+    for document in tqdm(own, desc="documents", disable=args.hide_progress or not scorer.is_first_rank):
         results.append((document.name, *measure(scorer, document, args)))
     groups = scorer.from_every_group(results)
     return [groups[i % len(groups)][i // len(groups)] for i in range(len(documents))]
@@ -173,31 +136,29 @@ def main(arguments: list[str] | None = None) -> None:
     """Evaluates every model and writes the CSV and JSON."""
     try:
         args = parse_arguments(arguments)
-        from easy_context.evaluation.loading import (
-            UnusableModel,
-            check_parallelism,
-            distributed,
-            load_config,
-            load_scorer,
-        )
+        if args.save_tokenized:
+            save_documents(args)
+            return
+        from easy_context.evaluation.loading import UnusableModel, distributed, load_scorer
 
-        configs = [load_config(name, args.rope_theta, args.max_tokens) for name in args.model]
-        for config in configs:
-            check_parallelism(config, args, args.max_tokens)
-        jobs = [(name, c, find_documents(args, name, c)) for name, c in zip(args.model, configs, strict=True)]
+        configs, trained = load_configs(args)
+        jobs = [
+            (name, config, length, find_documents(args, name, config))
+            for name, config, length in zip(args.model, configs, trained, strict=True)
+        ]
     except (ValueError, OSError) as reason:
         sys.exit(f"eval_ppl.py: {reason}")
     rows, summaries = [], {}
     try:
         with distributed() as device:
-            for name, config, documents in jobs:
+            for name, config, length, documents in jobs:
                 label = name if args.rope_theta is None else f"{name} (RoPE base {args.rope_theta:g})"
                 with load_scorer(name, config, args, device, frugal=args.aggressive_memory) as scorer:
                     results = evaluate(scorer, documents, args)
                     writes = scorer.is_first_rank
                 for document, by_length, _ in results:
-                    rows += [(label, document, n, s.tokens, s.mean, s.perplexity) for n, s in by_length.items()]
-                summaries[label] = summary_of(results)
+                    rows += [(label, document, n, s.tokens, s.mean, s.perplexity, length) for n, s in by_length.items()]
+                summaries[label] = {"trained_length": length, **summary_of(results)}
                 if writes:
                     print_summary(label, summaries[label])
                     write(args, rows, summaries)

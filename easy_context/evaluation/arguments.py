@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import Any
 
 from ..arguments import KERNELS, MODES
 from ..rope import is_rope_base
@@ -11,10 +12,14 @@ MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that takes every flag with dashes or underscores between its words.
+    """An argument parser that takes every flag with dashes or underscores between its words, and none abbreviated.
 
-    The original project spells some flags one way and some the other; a user should not have to remember which.
+    The original project spells some flags one way and some the other; a user should not have to remember which. An
+    abbreviation would take a flag that a script does not have for another one that begins alike.
     """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
         """Gives known flags their own spelling before they are parsed."""

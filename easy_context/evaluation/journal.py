@@ -29,8 +29,13 @@ class Cell:
 class Journal:
     """The JSONL file of a run. Only the process that writes results may hold one."""
 
-    def __init__(self, path: Path, settings: dict):
+    def __init__(self, path: Path, settings: dict, model: str = ""):
         """Opens a new file, or an earlier one to go on with.
+
+        Args:
+            path: the file.
+            settings: what cells that belong together share.
+            model: its name, for pictures; the same model may have another when the run goes on.
 
         Raises:
             ValueError: the file belongs to other settings, or is something else.
@@ -43,7 +48,7 @@ class Journal:
         except UnicodeDecodeError as reason:
             raise ValueError(f"{path} is not a file of this script; choose another --output_dir") from reason
         if lines == [""]:
-            write_whole(path, json.dumps({"settings": settings}) + "\n")
+            write_whole(path, json.dumps({"model": model, "settings": settings}) + "\n")
             return
         unfinished = lines.pop()  # of a run that was killed while it wrote
         if not lines:  # never of this script, which writes its first line whole

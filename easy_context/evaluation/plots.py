@@ -9,11 +9,15 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
+
+from .axes import Limits, length_axis, length_label, tokens_label, value_axis
+from .results import Curve
 
 DPI = 150
 FORMATS = tuple(plt.Figure().canvas.get_supported_filetypes())
-LOG_RATIO = 8  # largest over smallest value from which a perplexity axis is logarithmic
+NO_LIMITS = Limits()
+_WIDEST_LEVEL_LABEL = 5  # characters that fit below a cell of a heatmap
 SMOOTHED_SHARE = 0.05  # of a run's steps, in the window of the smoothed loss
 _STYLE = {
     "axes.grid": True,
@@ -25,56 +29,47 @@ _STYLE = {
 }
 
 
-def tokens_label(tokens: float, _=None) -> str:
-    """A length as people write it: 512, 4K (4096), 50K (50,000), 1M (either); K is 1024 unless 1000 is rounder."""
-    kilo = 1024 if tokens % 1000 and tokens % 512 == 0 else 1000
-    if tokens >= kilo**2 and tokens % (kilo**2 // 4) == 0:
-        return f"{tokens / kilo**2:g}M"
-    if tokens % (kilo // 2) == 0 and tokens >= kilo:
-        return f"{tokens / kilo:g}K"
-    return f"{tokens / 1000:.0f}K" if tokens >= 10_000 else f"{tokens:g}"
-
-
-def draw_perplexity(
-    curves: Sequence[tuple[str, dict[int, tuple[float, int]]]], output: str | Path, title: str = ""
-) -> None:
-    """Perplexity over context length, one line a model.
+def draw_perplexity(curves: Sequence[Curve], output: str | Path, title: str = "", limits: Limits = NO_LIMITS) -> None:
+    """Draw perplexity over context length, one line a model, with a dotted line where each one's training ended.
 
     Args:
-        curves: (label, length -> (summed loss, tokens)).
-        output: the PNG.
+        curves: at least one, each with a point.
+        output: the picture.
         title: above the picture.
+        limits: of the axes.
+
+    Raises:
+        ValueError: no point lies within the limits.
     """
+    visible = limits.visible([point for curve in curves for point in curve.points])
+    lengths = sorted({length for length, _ in visible})
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.2))
-        everything, lengths = [], set()
-        for label, curve in curves:
-            points = [(n, math.exp(min(loss / tokens, 700))) for n, (loss, tokens) in sorted(curve.items()) if tokens]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-            everything += [value for _, value in points]
-            lengths |= {n for n, _ in points}
-        _length_axis(axes, sorted(lengths))
-        if max(everything) > LOG_RATIO * min(everything):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlabel("context length (tokens)")
+        colors: dict[int | None, list[str]] = {}
+        for curve in curves:
+            (line,) = axes.plot(*zip(*curve.points, strict=True), marker="o", markersize=4, label=curve.label)
+            colors.setdefault(curve.trained_length, []).append(line.get_color())
+        for trained, own in colors.items():
+            if trained is not None and lengths[0] <= trained <= lengths[-1]:
+                color = own[0] if len(own) == 1 else "0.4"
+                axes.axvline(trained, color=color, linestyle=":", label=f"trained length {tokens_label(trained)}")
+        length_axis(axes, lengths, limits)
+        value_axis(axes, [value for _, value in visible], limits)
+        limits.apply(axes)
         axes.set_ylabel("perplexity over the whole context")
-        axes.legend(frameon=False)
-        _save(figure, axes, output, title)
+        axes.legend(framealpha=1, edgecolor="none")  # dotted lines stay behind it
+        _save(figure, axes, output, title or "Perplexity by context length")
 
 
-def _length_axis(axes, lengths: list[int]) -> None:
-    """Ticks at the lengths themselves: logarithmic if they grow by factors, else even and thinned out."""
-    steps = {b - a for a, b in zip(lengths, lengths[1:], strict=False)}
-    if len(steps) > 2:  # an even grid has one step, and perhaps a last one that is shorter
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths[:: math.ceil(len(lengths) / 12)])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
+def needle_title(cells: Sequence[dict], model: str = "") -> str:
+    """Return what a heatmap shows: the model, if its name is known, the task, and the lengths."""
+    lengths = [cell["length"] for cell in cells]
+    ends = " to ".join(tokens_label(n) for n in sorted({min(lengths), max(lengths)}))
+    return f"{Path(model).name}: {cells[0]['task']}, {ends} tokens".removeprefix(": ")
 
 
 def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> None:
-    """A heatmap of accuracy, length to the right and depth downwards, each cell with its number in per cent.
+    """Draw a heatmap of accuracy, length to the right and depth downwards, each cell with its number in per cent.
 
     Args:
         cells: with "length", "depth" (None: a single row) and "accuracy", of one task.
@@ -85,6 +80,7 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
     depths = sorted({cell["depth"] for cell in cells}, key=lambda depth: -1 if depth is None else depth)
     values = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in cells}
     table = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
+    labels = [tokens_label(length) for length in lengths]
     with plt.rc_context({**_STYLE, "axes.grid": False}):
         size = (max(4.5, 2.0 + 0.55 * len(lengths)), 1.5 + 0.42 * len(depths))
         figure, axes = plt.subplots(figsize=size)
@@ -98,29 +94,39 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
                         column + 0.5, row + 0.5, f"{100 * accuracy:.0f}", ha="center", va="center", color=color, size=9
                     )
         axes.invert_yaxis()
-        axes.set_xticks([i + 0.5 for i in range(len(lengths))], [tokens_label(length) for length in lengths])
+        axes.set_xticks([i + 0.5 for i in range(len(lengths))], labels)
+        if max(map(len, labels)) > _WIDEST_LEVEL_LABEL:
+            axes.tick_params("x", rotation=45)
+            plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
         axes.set_yticks(
             [i + 0.5 for i in range(len(depths))], ["" if d is None else f"{100 * d:.0f} %" for d in depths]
         )
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_xlabel("context length (tokens)")
+        axes.set_xlabel(length_label(lengths))
         if depths != [None]:
             axes.set_ylabel("depth of the needle")
         figure.colorbar(
             image, ax=axes, format=FuncFormatter(lambda value, _: f"{100 * value:.0f} %"), label="right answers"
         )
-        _save(figure, axes, output, title)
+        _save(figure, axes, output, title or needle_title(cells))
 
 
-def draw_loss(runs: Sequence[tuple[str, list[dict]]], output: str | Path, title: str = "") -> None:
-    """Training loss over steps, one colour a run: every step pale, a running mean strong.
+def draw_loss(
+    runs: Sequence[tuple[str, list[dict]]], output: str | Path, title: str = "", limits: Limits = NO_LIMITS
+) -> None:
+    """Draw training loss over steps, one colour a run: every step pale, a running mean strong.
 
     Args:
         runs: (label, steps), each step with "step" and "loss".
-        output: the PNG.
+        output: the picture.
         title: above the picture.
+        limits: of the axes.
+
+    Raises:
+        ValueError: no point lies within the limits.
     """
+    limits.visible([(record["step"], record["loss"]) for _, records in runs for record in records])
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.2))
         for label, records in runs:
@@ -132,7 +138,8 @@ def draw_loss(runs: Sequence[tuple[str, list[dict]]], output: str | Path, title:
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss (nats per learned token)")
         axes.legend(frameon=False)
-        _save(figure, axes, output, title)
+        limits.apply(axes)
+        _save(figure, axes, output, title or "Training loss")
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:

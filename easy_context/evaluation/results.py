@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,94 @@ def json_text(value: Any) -> str:
     return json.dumps(null_for_nan(value), indent=2, allow_nan=False) + "\n"
 
 
-def read_perplexity(file: str | Path) -> dict[str, dict[int, tuple[float, int]]]:
-    """A CSV of eval_ppl.py: model -> length -> (summed loss, tokens) over its documents.
+@dataclass(frozen=True)
+class Curve:
+    """A model's perplexity over context length.
+
+    Attributes:
+        label: its name.
+        sums: length -> (summed loss, tokens).
+        trained_length: tokens of the rows it was trained on; None if not known.
+    """
+
+    label: str
+    sums: dict[int, tuple[float, int]]
+    trained_length: int | None = None
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(length, perplexity), by length, of all lengths with a scored token."""
+        return [(n, math.exp(min(loss / tokens, 700))) for n, (loss, tokens) in sorted(self.sums.items()) if tokens]
+
+
+def read_perplexity(file: str | Path) -> list[Curve]:
+    """Read a CSV of eval_ppl.py, each model's documents summed up, or one of the original project's script.
 
     Raises:
         ValueError: the file has other columns, no rows, a row that is no result, or a model without a scored token.
     """
-    curves: dict[str, dict[int, tuple[float, int]]] = {}
+    text = _text(file)
+    curves = _wide_curves(file, text) if text.startswith(",") else _curves(file)
+    if not curves:
+        raise ValueError(f"{file} has no rows")
+    for curve in curves:
+        if not curve.points:
+            raise ValueError(f"{file}: {curve.label} has no scored token at any length, so there is no curve")
+    return curves
+
+
+def _curves(file: str | Path) -> list[Curve]:
+    """The curves of a CSV with a row for each model, document and length."""
+    sums: dict[str, dict[int, tuple[float, int]]] = {}
+    trained: dict[str, int | None] = {}
     for where, row in _table(file, ("model", "length", "tokens", "loss"), "a CSV of eval_ppl.py"):
         length, own = _number(row, "length", where, int, least=1), _number(row, "tokens", where, int)
         # A document whose labels are all -100 so far has no tokens and a loss that is not a number.
         added = _number(row, "loss", where, float) * own if own else 0.0
-        curve = curves.setdefault(row["model"], {})
+        curve = sums.setdefault(row["model"], {})
         loss, tokens = curve.get(length, (0.0, 0))
         curve[length] = (loss + added, tokens + own)
-    if not curves:
-        raise ValueError(f"{file} has no rows")
-    for model, curve in curves.items():
-        if not any(tokens for _, tokens in curve.values()):
-            raise ValueError(f"{file}: {model} has no scored token at any length (tokens is 0), so there is no curve")
-    return curves
+        # The column is absent in files of earlier versions, and empty where the config does not know.
+        known = row.get("trained_length")
+        trained[row["model"]] = _number(row, "trained_length", where, int, least=1) if known else None
+    return [Curve(model, curve, trained[model]) for model, curve in sums.items()]
 
 
-def read_cells(file: str | Path) -> list[dict]:
-    """Finished cells of eval_needle.py, from its JSONL or its CSV: task, length, depth (or None) and accuracy.
+def _wide_curves(file: str | Path, text: str) -> list[Curve]:
+    """The curves of the original project's CSV: a first line of lengths, then a model and its perplexities in each."""
+    (_, *header), *rows = csv.reader(text.splitlines())
+    lengths = [_number({"length": cell}, "length", f"{file}, line 1", int, least=1) for cell in header]
+    curves: dict[str, Curve] = {}
+    for number, row in enumerate(rows, start=2):
+        if not row:
+            continue
+        where, (label, *cells) = f"{file}, line {number}", row
+        if len(cells) != len(lengths) or label in curves:
+            fault = "has another number of fields than line 1" if label not in curves else f"gives {label} again"
+            raise ValueError(f"{where} {fault}")
+        sums = {}
+        for length, cell in zip(lengths, cells, strict=True):
+            broken = cell.strip().lower() in ("nan", "inf")  # a fact about the model: there is no point
+            perplexity = 1.0 if broken else _number({"perplexity": cell}, "perplexity", where, float, least=1)
+            sums[length] = (math.log(perplexity), 0 if broken else 1)
+        curves[label] = Curve(label, sums)
+    return list(curves.values())
+
+
+def read_cells(file: str | Path) -> tuple[str, list[dict]]:
+    """Read finished cells of eval_needle.py from its JSONL or its CSV.
+
+    Returns:
+        The model's name, empty where the file does not have it, and the cells: task, length, depth (or None), accuracy.
 
     Raises:
         ValueError: the file is neither, has no cells, or a line that is no cell.
     """
+    model = ""
     if _text(file).startswith("{"):
-        records = [(where, record) for where, record in _records(file) if "settings" not in record]
+        records = list(_records(file))
+        if "settings" in records[0][1]:
+            model = str(records.pop(0)[1].get("model", ""))
     else:
         records = list(_table(file, ("task", "length", "depth", "accuracy"), "a JSONL or CSV of eval_needle.py"))
     cells = []
@@ -57,25 +116,28 @@ def read_cells(file: str | Path) -> list[dict]:
         cells.append({**cell, "accuracy": _number(record, "accuracy", where, float, most=1)})
     if not cells:
         raise ValueError(f"{file} holds no cells of eval_needle.py")
-    return cells
+    return model, cells
 
 
 def read_metrics(file: str | Path) -> list[dict]:
-    """The lines of a training run's metrics.jsonl that hold a step's loss; null, a loss that was not finite, is NaN.
+    """Read a training run's metrics.jsonl, one step a line; null, a loss that was not finite, becomes NaN.
 
     Raises:
-        ValueError: there are none, or a line that is no record.
+        ValueError: there are no lines, or one that holds no step's loss.
     """
-    steps = [(where, record) for where, record in _records(file) if "loss" in record and "step" in record]
-    if not steps:
-        raise ValueError(f"{file} has no lines with step and loss: it is not a metrics.jsonl of train.py")
-    for where, record in steps:
+    records = []
+    for where, record in _records(file):
+        if "step" not in record or "loss" not in record:
+            raise ValueError(f"{where} has no step and loss: it is no line of a metrics.jsonl of train.py")
         if record["loss"] is None:  # a fact about the run
             record["loss"] = math.nan
         for key in ("step", "loss"):
             if not isinstance(record[key], int | float) or isinstance(record[key], bool):
                 raise ValueError(f"{where}: {key} {record[key]!r} must be a number")
-    return [record for _, record in steps]
+        records.append(record)
+    if not records:
+        raise ValueError(f"{file} has no lines: it is no metrics.jsonl of train.py")
+    return records
 
 
 def _text(file: str | Path) -> str:

@@ -1,0 +1,118 @@
+"""eval_ppl.py's flags, checked as far as that goes without loading anything."""
+
+import argparse
+from pathlib import Path
+
+from ..files import check_writable
+from .arguments import FlagParser, add_model_flags, check_model_flags, context_lengths
+
+
+def build_parser() -> FlagParser:
+    """Return the parser."""
+    parser = FlagParser(description="Measure perplexity by context length and position, one forward pass a document.")
+    parser.add_argument(
+        "-m", "--model", action="extend", nargs="+", required=True, help="paths or hub names; several are compared"
+    )
+    _add_document_flags(parser.add_argument_group("documents"))
+    parser.add_argument(
+        "--output-file", type=Path, default=Path("output/perplexity.csv"), help="CSV (default: %(default)s)"
+    )
+    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length (default: %(default)s)")
+    parser.add_argument(
+        "--tokens-step", type=int, default=0, help="from one length to the next; 0, the default, doubles the length"
+    )
+    parser.add_argument(
+        "--bucket-tokens",
+        type=int,
+        default=4096,
+        help="end of the first range of positions; the others double (%(default)s)",
+    )
+    parser.add_argument(
+        "--sliding-window",
+        type=int,
+        metavar="STRIDE",
+        help="read whole documents through windows of each length, moved on by STRIDE tokens, instead of in one pass",
+    )
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="with --sliding-window: cut documents to --max-tokens; a single pass always does",
+    )
+    parser.add_argument(
+        "--aggressive-memory",
+        action="store_true",
+        help="smaller loss chunks, and cached GPU memory freed after each pass",
+    )
+    parser.add_argument("--hide-progress", action="store_true", help="show no progress bar")
+    add_model_flags(parser)
+    return parser
+
+
+def _add_document_flags(group: argparse._ArgumentGroup) -> None:
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", nargs="+", help="plain text files (.gz and .xz too), one document each")
+    source.add_argument(
+        "-d", "--dataset", help="dataset of text, a document a row: save_to_disk folder, parquet, JSONL or hub name"
+    )
+    source.add_argument("--tokenized", help="dataset of input_ids, in the same forms")
+    group.add_argument("-f", "--feature", help="column of --dataset that holds the text; default: text")
+    group.add_argument("-s", "--subset", help="configuration of --dataset or --tokenized on the hub")
+    group.add_argument("--split", help="of --dataset or --tokenized; default: test, else validation, else train")
+    group.add_argument("--dataset-min-tokens", type=int, help="skip shorter documents; default: --min-tokens")
+    group.add_argument("--samples", type=int, help="at most this many documents; default: all")
+    group.add_argument(
+        "--save-tokenized",
+        type=Path,
+        metavar="FOLDER",
+        help="only tokenise --dataset or --text for the first --model, every document, and save that for --tokenized",
+    )
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the flags.
+
+    Raises:
+        ValueError: a value that cannot be honoured, naming its flag.
+    """
+    args = build_parser().parse_args(arguments)
+    flags = ("--min-tokens", "--max-tokens", "--tokens-step")
+    args.lengths = context_lengths(args.min_tokens, args.max_tokens, args.tokens_step, flags)
+    if args.samples is not None and args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: give at least 1, or leave it out for all documents")
+    if args.bucket_tokens < 1:
+        raise ValueError(f"--bucket-tokens {args.bucket_tokens}: give at least 1")
+    if args.sliding_window is not None and not 1 <= args.sliding_window <= args.min_tokens:
+        raise ValueError(
+            f"--sliding-window {args.sliding_window}: the stride must be 1 to --min-tokens ({args.min_tokens}), "
+            "or windows would leave gaps"
+        )
+    check_model_flags(args)
+    repeated = [name for i, name in enumerate(args.model) if name in args.model[:i]]
+    if repeated:
+        raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")
+    _check_document_flags(args)
+    if args.output_file.suffix == ".json":
+        raise ValueError(f"--output-file {args.output_file}: the summary takes this name; give the CSV another ending")
+    for file in (args.output_file, args.output_file.with_suffix(".json")):
+        check_writable(file, "--output-file")
+    return args
+
+
+def _check_document_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that the source of the documents cannot honour."""
+    source = next(name for name in ("text", "dataset", "tokenized") if getattr(args, name))
+    for name, sources in (
+        ("feature", ("dataset",)),
+        ("subset", ("dataset", "tokenized")),
+        ("split", ("dataset", "tokenized")),
+        ("save_tokenized", ("text", "dataset")),
+    ):
+        if getattr(args, name) is not None and source not in sources:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise ValueError(f"{flag} goes with --{' or --'.join(sources)}; leave it out with --{source}")
+    folder = args.save_tokenized
+    if folder is not None:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(f"--save-tokenized {folder}: there are files in this folder; name a new one")
+        check_writable(folder / "state.json", "--save-tokenized")
