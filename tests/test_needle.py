@@ -82,20 +82,88 @@ def row_with_answer(row, answer):
 
 def test_an_answer_is_right_exactly_when_greedy_decoding_writes_it(scorer, model_folder, tmp_path):
     (task,), builder, _ = builder_of(model_folder, tmp_path)
-    rows, expected = [], []
+    rows, answers, expected = [], [], []
     for i, length in enumerate((100, 120, 97)):  # unequal: the shorter ones are padded
         row = builder.build(task, length, 0.5, str(i), str(i))
         count = length - row.answer_start
         written = greedy(tiny_llama(), row.ids[: row.answer_start], count)
         wrong = [*written[:-1], (written[-1] + 1) % 256]
         first_wrong = [(written[0] + 1) % 256, *written[1:]]
+        answers += [written, wrong, first_wrong]
         rows += [row_with_answer(row, answer) for answer in (written, wrong, first_wrong)]
         expected += [True, False, False]
     outcomes = cells._score_rows(scorer, builder, rows)
     assert [outcome["exact"] for outcome in outcomes] == expected
     assert [outcome["items"] for outcome in outcomes] == [[right] for right in expected]
-    assert outcomes[0]["predicted"] == outcomes[0]["answer"] == outcomes[1]["predicted"]
-    assert len({len(outcome["answer"]) for outcome in outcomes}) >= 1
+    decode = builder.encoder.tokenizer.decode
+    assert [outcome["answer"] for outcome in outcomes] == [decode(answer) for answer in answers]
+    for row, outcome in zip(rows, outcomes, strict=True):  # each token is what follows the right ones before it
+        logits = tiny_llama()(torch.from_numpy(row.ids)[None]).logits[0]
+        assert outcome["predicted"] == decode(logits[row.answer_start - 1 : -1].argmax(-1).tolist())
+        assert outcome["tokens"] == len(row.ids) and outcome["places"] == list(row.places)
+
+
+class OneWrong:
+    """Predicts everything right but one token of the answer of each row: of row i the i-th."""
+
+    def predictions(self, input_ids, targets):
+        out = targets.clone()
+        for i, row in enumerate(targets):
+            place = int((row != -100).nonzero()[0]) + i
+            out[i, place] += 1
+        return out
+
+
+def test_a_wrong_token_is_counted_against_its_own_item_alone(model_folder, tmp_path):
+    arguments = ["--needle-template", " #{key}={value}#", "--question-template", "{key}#"]
+    arguments += ["--num_needles", "3", "--ask", "all", "--min_context_length", "400", "--max_context_length", "400"]
+    args = parse(model_folder, tmp_path, *arguments)
+    (task,), builder, _ = eval_needle.prepare(args, load_config(model_folder))
+    row = builder.build(task, 400, 0.0, "a", "b")
+    answer = builder.encoder.tokenizer.decode(row.ids[row.answer_start :].tolist())
+    assert re.fullmatch(r"\d{5}, \d{5}, \d{5}", answer) and len(answer) == 400 - row.answer_start  # a token a letter
+    outcomes = cells._score_rows(OneWrong(), builder, [row] * len(answer))
+    for place, outcome in enumerate(outcomes):
+        numbers = [match.span() for match in re.finditer(r"\d{5}", answer)]
+        assert outcome["items"] == [not start <= place < stop for start, stop in numbers], place
+        assert outcome["exact"] is False
+    record = cells.score_cell(OneWrong(), builder, task, Cell("needle", 400, 0.0), 2, 0, 100_000)
+    assert record["accuracy"] == 0 and record["item_accuracy"] == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("name", ["needle", *RULER_TASKS])
+def test_every_sample_length_depth_and_seed_has_an_example_of_its_own(name):
+    text = TEXT_FILE.read_text(encoding="utf-8")[:LONGEST_TEXT]
+    encoder = TextEncoder(tokenizer_of_style("qwen"))
+    builder = PromptBuilder(encoder, Haystack(text, encoder))
+    task = NeedleTask() if name == "needle" else ruler_task(name, text)
+    depths = (0.25, 0.75) if task.has_depth else (None,)
+    wanted = [(Cell(name, length, depth), seed) for length in (1000, 1200) for depth in depths for seed in (1, 2)]
+    answers = []
+    for cell, seed in wanted:
+        rows = cells.rows_of(builder, task, cell, SAMPLES, seed)
+        assert len(rows) == SAMPLES
+        answers += [tuple(row.ids[row.answer_start :].tolist()) for row in rows]
+        assert [row.ids.tolist() for row in cells.rows_of(builder, task, cell, SAMPLES, seed)] == [
+            row.ids.tolist() for row in rows
+        ]
+    assert len(set(answers)) == len(wanted) * SAMPLES
+
+
+def test_samples_of_one_number_share_their_stretch_of_text_and_others_do_not():
+    text = TEXT_FILE.read_text(encoding="utf-8")[:LONGEST_TEXT]
+    encoder = TextEncoder(tokenizer_of_style("qwen"))
+    builder = PromptBuilder(encoder, Haystack(text, encoder))
+    beginnings = {seed: set() for seed in (1, 2)}
+    for seed, found in beginnings.items():
+        for length, depth in ((1000, 0.25), (1000, 0.75), (2000, 0.25)):
+            rows = cells.rows_of(builder, NeedleTask(), Cell("needle", length, depth), SAMPLES, seed)
+            assert all(row.places[0] > 150 for row in rows)
+            found.add(tuple(tuple(row.ids[:150].tolist()) for row in rows))  # before the needle
+    for found in beginnings.values():
+        (samples,) = found
+        assert len(set(samples)) == SAMPLES
+    assert beginnings[1].isdisjoint(beginnings[2])
 
 
 def test_only_the_answers_logits_are_computed(scorer, model_folder, tmp_path):

@@ -88,6 +88,23 @@ def test_ranges_of_positions_add_up_to_the_whole():
     assert perplexity.position_edges(4096, 512) == [0, 512]
 
 
+def test_sums_over_millions_of_tokens_are_exact():
+    # A running sum in float32 would be 1e5 off by its end, where a stretch of 100 tokens has a sum of 300.
+    length = 3_000_000
+    losses = 3 + torch.rand(length, generator=torch.Generator().manual_seed(0))
+    targets = torch.ones(length, dtype=torch.int64)
+    targets[::7] = -100
+    sums = TokenSums.of(losses, targets)
+    assert sums.loss.dtype == torch.float64 and sums.tokens.dtype == torch.int64
+    values = losses.double().where(targets != -100, 0).tolist()
+    for start, stop in ((0, length), (length - 100, length), (length // 2, length // 2 + 1), (7, 2_000_000)):
+        part = sums.between(start, stop)
+        assert part.tokens == sum(index % 7 != 0 for index in range(start, stop))
+        assert part.loss == pytest.approx(math.fsum(values[start:stop]), rel=1e-9, abs=1e-7)
+    (curve,) = perplexity.curve(sums, [length]).values()
+    assert curve.mean == pytest.approx(math.fsum(values[:-1]) / curve.tokens, rel=1e-12)
+
+
 def test_ignored_labels_are_counted_nowhere(scorer):
     ids = random_ids(64)
     labels = ids.clone()
@@ -204,6 +221,82 @@ def test_text_files_two_models_csv_and_summary(model_folder, tmp_path):
     assert by_length[0]["tokens"] == 2 * 63
 
 
+TEXTS = ("All happy families are alike. " * 12, "Short.", "Call me Ishmael. " * 30)
+
+
+@pytest.fixture
+def text_rows(tmp_path):
+    """A dataset of text in two columns, in every form."""
+    dataset = Dataset.from_dict({"body": TEXTS, "title": ["a", "b", "c"]})
+    dataset.save_to_disk(tmp_path / "saved")
+    DatasetDict(train=dataset, test=dataset.select([2])).save_to_disk(tmp_path / "splits")
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.to_json(tmp_path / "rows.jsonl")
+    return tmp_path
+
+
+def bytes_of(text):
+    return torch.tensor(tokenizer_of_style("bytes")(text)["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["saved", "splits", "rows.parquet", "rows.jsonl"])
+def test_datasets_of_text(model_folder, text_rows, name):
+    arguments = ["-m", model_folder, "-d", str(text_rows / name), "-f", "body", "--hide-progress"]
+    arguments += ["--min-tokens", "64", "--max-tokens", "256"] + (["--split", "train"] if name == "splits" else [])
+    table, summary = run(arguments, text_rows / "out.csv")
+    assert [(row["document"], row["length"]) for row in table] == [
+        (document, length) for document in ("row-0", "row-2") for length in ("64", "128", "256")
+    ]
+    for row, text in ((table[2], TEXTS[0]), (table[5], TEXTS[2])):
+        assert float(row["loss"]) == pytest.approx(plain_losses(bytes_of(text)[:256]).mean().item(), rel=RELATIVE)
+    # What the config says of the trained length goes with the results.
+    assert {row["trained_length"] for row in table} == {"512"}
+    assert summary["models"][model_folder]["trained_length"] == 512
+
+
+def test_text_that_is_tokenised_and_saved_gives_the_same_numbers(model_folder, text_rows, capsys):
+    lengths = ["--min-tokens", "64", "--max-tokens", "256"]
+    source = ["-m", model_folder, "--dataset", str(text_rows / "saved"), "--feature", "body"]
+    direct, _ = run([*source, *lengths], text_rows / "direct.csv")
+    folder = text_rows / "tokens"
+    capsys.readouterr()
+    eval_ppl.main([*source, "--save-tokenized", str(folder), "--output-file", str(text_rows / "none.csv")])
+    assert f"saved 3 documents of {sum(map(len, TEXTS))} tokens" in capsys.readouterr().out
+    assert not (text_rows / "none.csv").exists()  # nothing is evaluated, as in the original
+    assert Dataset.load_from_disk(folder)["tokenized_len"][:] == [len(text) for text in TEXTS]
+    saved, _ = run(["-m", model_folder, "--tokenized", str(folder), *lengths], text_rows / "saved.csv")
+    assert saved == direct
+    with pytest.raises(SystemExit, match="--save-tokenized .*tokens: there are files in this folder; name a new one"):
+        eval_ppl.main([*source, "--save-tokenized", str(folder)])
+
+
+def test_only_the_first_process_saves_tokens(model_folder, text_rows, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    source = ["-m", model_folder, "-d", str(text_rows / "saved"), "-f", "body"]
+    eval_ppl.main([*source, "--save-tokenized", str(text_rows / "tokens"), "--output-file", str(text_rows / "o.csv")])
+    assert not (text_rows / "tokens").exists()
+
+
+def test_a_hub_datasets_configuration_is_asked_for(model_folder, text_rows, monkeypatch):
+    asked = []
+
+    def load_dataset(*names):
+        asked.append(names)
+        return DatasetDict(validation=Dataset.from_dict({"text": TEXTS}))
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    arguments = ["-m", model_folder, "-d", "wikitext", "-s", "wikitext-2", "--min-tokens", "64", "--max-tokens", "64"]
+    table, _ = run(arguments, text_rows / "out.csv")
+    assert asked == [("wikitext", "wikitext-2")] and len(table) == 2
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_progress_is_shown_unless_it_is_hidden(model_folder, text_rows, capsys, hidden):
+    arguments = ["-m", model_folder, "-d", str(text_rows / "saved"), "-f", "body", "--min-tokens", "64"]
+    run(arguments + ["--hide-progress"] * hidden, text_rows / "out.csv")
+    assert ("documents:" in capsys.readouterr().err) != hidden
+
+
 def test_sliding_window_reads_the_whole_document_unless_truncated(model_folder, tmp_path):
     (tmp_path / "a.txt").write_text("All happy families are alike. " * 10)
     arguments = ["-m", model_folder, "--text", str(tmp_path / "a.txt"), "--min-tokens", "32", "--max-tokens", "64"]
@@ -296,14 +389,33 @@ def test_grids_of_lengths():
         (["--text", "TEXT", "--rope-theta", "inf"], "--rope-theta inf: give a positive, finite number"),
         (["--text", "TEXT", "--rope-theta", "-1"], "--rope-theta -1.0: give a positive, finite number"),
         (["--text", "TEXT", "-m", "m", "-m", "m"], "--model m is given twice"),
-        (["--text", "TEXT", "--split", "test"], "--split test goes with --tokenized"),
         (["--text", "TEXT", "--max-tokens", "9999999", "--tokens-step", "1"], "--tokens-step 1: from 256 to 9999999"),
         (["--tokenized", "TEXT"], "--tokenized .*a.txt: not a dataset .*a file of kind .txt"),
+        (
+            ["-d", "TEXT"],
+            "--dataset .*a.txt: not a dataset .*a file of kind .txt; give parquet, json or jsonl, or --text",
+        ),
+        (
+            ["-d", "JSONL", "-f", "body"],
+            "--dataset .*: row 0 has no column body .its columns: n, text.; name one with --f",
+        ),
+        (["-d", "JSONL", "-f", "n"], "--dataset .*: row 0: column n holds int instead of text"),
+        (["-d", "JSONL", "-s", "x"], "--subset x: --dataset .*a.jsonl is on disk and has none; leave the flag out"),
+        (["--text", "TEXT", "-f", "x"], "--feature x goes with --dataset; leave it out with --text"),
+        (["--text", "TEXT", "-s", "x"], "--subset x goes with --dataset or --tokenized; leave it out with --text"),
+        (["--text", "TEXT", "--split", "x"], "--split x goes with --dataset or --tokenized; leave it out with --text"),
+        (
+            ["--tokenized", "x", "--save-tokenized", "y"],
+            "--save-tokenized y goes with --text or --dataset; leave it out",
+        ),
+        (["--text", "TEXT", "--save-tokenized", "/proc/none"], "--save-tokenized /proc/none/.*: cannot be written"),
     ],
 )
 def test_bad_input_ends_with_a_message_that_names_it(model_folder, tmp_path, arguments, message):
     (tmp_path / "a.txt").write_text("All happy families are alike. " * 10)
-    arguments = [str(tmp_path / "a.txt") if word == "TEXT" else word for word in arguments]
+    (tmp_path / "a.jsonl").write_text('{"text": "All happy families", "n": 1}\n')
+    files = {"TEXT": str(tmp_path / "a.txt"), "JSONL": str(tmp_path / "a.jsonl")}
+    arguments = [files.get(word, word) for word in arguments]
     model = [] if "-m" in arguments else ["-m", model_folder]
     output = [] if "--output-file" in arguments else ["--output-file", str(tmp_path / "o.csv")]
     with pytest.raises(SystemExit, match=message):

@@ -60,6 +60,15 @@ def test_the_needles_are_the_answers_and_the_distractors_are_not():
     assert one.answers == made.answers[:1]
 
 
+def test_no_two_needles_or_distractors_share_a_key_or_a_number():
+    made = example(NeedleTask(needles=2, distractors=len(KEYS) - 2, digits=4))  # every key there is
+    found = [re.search(r"of the (.*) is (\d+)\.$", text).groups() for _, text in made.inserts]
+    assert sorted(key for key, _ in found) == sorted(KEYS)
+    assert len({value for _, value in found}) == len(KEYS)
+    made = example(NeedleTask(distractors=8, digits=1))  # every number there is
+    assert sorted(re.search(r"\d", text)[0] for _, text in made.inserts) == list("123456789")
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

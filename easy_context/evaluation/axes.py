@@ -104,7 +104,8 @@ def length_axis(axes, lengths: Sequence[int], limits: Limits) -> None:
         if not decimal and len(powers) > 1:
             ticks = powers
     widest = max(len(tokens_label(n)) for n in ticks) + 1
-    axes.set_xticks(ticks[:: -math.ceil(len(ticks) * widest * _INCHES_A_CHARACTER / _INCHES)])  # the last one stays
+    thinning = math.ceil(len(ticks) * widest * _INCHES_A_CHARACTER / _INCHES)
+    axes.set_xticks(sorted(ticks[::-thinning]))  # the last one stays
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
     axes.set_xlabel(length_label(ticks))
