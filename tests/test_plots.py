@@ -4,9 +4,11 @@ import json
 import math
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 import plot
+from easy_context.data_preparation.report import length_edges
 from easy_context.evaluation import axes, plots, results
 
 PERPLEXITY_CSV = """model,document,length,tokens,loss,perplexity
@@ -134,10 +136,9 @@ def test_labels_of_lengths_are_apart(tmp_path, monkeypatch, shortest, step, coun
     file = perplexity_file(tmp_path / "p.csv", {"m": {n: 2.0 for n in lengths}})
     _, axes = drawn(monkeypatch, "perplexity", file)
     assert_labels_are_apart(axes.xaxis)
-    assert not any("\N{MULTIPLICATION SIGN}" in label or "$" in label for label in tick_labels(axes.xaxis))
     cells = [{"task": "needle", "length": n, "depth": 0.5, "accuracy": 1} for n in list(lengths)[:20]]
     (tmp_path / "cells.jsonl").write_text("\n".join(map(json.dumps, cells)))
-    figure, axes = drawn(monkeypatch, "needle", tmp_path / "cells.jsonl")
+    _, axes = drawn(monkeypatch, "needle", tmp_path / "cells.jsonl")
     labels = axes.get_xticklabels()
     if labels[0].get_rotation() == 0:
         assert_labels_are_apart(axes.xaxis)
@@ -325,6 +326,15 @@ def test_other_files_are_refused(tmp_path, kind, content, message):
         plot.main([kind, str(tmp_path / "f")])
     with pytest.raises(SystemExit, match="absent: no such file"):
         plot.main([kind, str(tmp_path / "absent")])
+
+
+def test_lengths_of_documents_are_drawn_from_the_shortest_to_the_longest():
+    sources = [np.array([140, 1500]), np.array([], np.int64), np.array([4096])]
+    assert length_edges(sources).tolist() == [128, 256, 512, 1024, 2048, 4096, 8192]
+    for lengths in ([1], [128], [127, 129], [2**20]):  # each lies below the last border, and at or above the first
+        edges = length_edges([np.array(lengths)])
+        assert edges[0] <= min(lengths) < edges[1] and edges[-2] <= max(lengths) < edges[-1]
+    assert length_edges([np.array([], np.int64)]).tolist() == [1, 2]
 
 
 def needle_file(folder, name="cells.jsonl", task="t"):

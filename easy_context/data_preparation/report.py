@@ -117,6 +117,17 @@ def build_report(
     }
 
 
+def length_edges(lengths: list[np.ndarray]) -> np.ndarray:
+    """Return powers of two as borders of ranges of lengths: from at or below the shortest to above the longest.
+
+    Args:
+        lengths: int64 `[documents]` of each source, at least 1; a source may be empty.
+    """
+    every = np.concatenate(lengths)
+    shortest, longest = (every.min(), every.max()) if len(every) else (1, 1)
+    return 2.0 ** np.arange(np.floor(np.log2(shortest)), np.floor(np.log2(longest)) + 1.5)
+
+
 def draw_lengths(settings: Settings, stores: list[TokenStore], uses: list[Uses], path: Path) -> None:
     """Draw, for each source, the tokens that stand in documents of each length: as read, and in the train rows.
 
@@ -129,8 +140,7 @@ def draw_lengths(settings: Settings, stores: list[TokenStore], uses: list[Uses],
     columns = len(settings.sources)
     figure = Figure(figsize=(4.5 * columns + 1, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    longest = max(int(store.lengths.max(initial=2)) for store in stores)
-    edges = 2.0 ** np.arange(0, np.ceil(np.log2(longest)) + 1.5)
+    edges = length_edges([store.lengths for store in stores])
     axes_row = figure.subplots(1, columns, squeeze=False)[0]
     for number, (source, axes) in enumerate(zip(settings.sources, axes_row, strict=True)):
         lengths = stores[number].lengths
