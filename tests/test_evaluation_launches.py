@@ -1,25 +1,50 @@
-"""eval_ppl.py launched as users launch it, on two processes: torchrun, and Accelerate with a model split by ZeRO-3."""
+"""eval_ppl.py launched as users launch it, on two processes: torchrun, and Accelerate with a model split by ZeRO-3.
+
+The weights are on the devices, and in host memory as the original project's YAML, which users may have kept, asks for.
+"""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 from launching import free_port, run_python
 from tiny_models import save_tiny_llama
 
+ACCELERATE = [
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "2",
+    "--main_process_port",
+    "PORT",
+    "--config_file",
+]
 LAUNCHERS = {
     "none": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "deepspeed": [
-        *("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/deepspeed_inference.yaml"),
-        *("--num_processes", "2", "--main_process_port", "PORT"),
-    ],
+    "deepspeed": [*ACCELERATE, "--config_file", "accelerate_configs/deepspeed_inference.yaml"],
+    "original": [*ACCELERATE, "--config_file", "YAML"],
+}
+# The keys and values of the original's deepspeed_inference.yaml.
+ORIGINAL = {
+    **{"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "DEEPSPEED", "downcast_bf16": "no"},
+    **{"machine_rank": 0, "main_training_function": "main", "num_machines": 1, "num_processes": 8},
+    **{"rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False},
+    "deepspeed_config": {
+        "deepspeed_config_file": "accelerate_configs/zero3_offload_inference.json",
+        "zero3_init_flag": False,
+    },
+    "use_cpu": False,
 }
 
 
 def losses(launcher: str, model: str, output_file: Path) -> dict[int, float]:
     """The losses that the script writes, by length."""
-    command = [*(free_port() if word == "PORT" else word for word in LAUNCHERS[launcher])]
+    yaml = output_file.with_suffix(".yaml")
+    yaml.write_text(json.dumps(ORIGINAL))  # JSON is YAML
+    fill = {"PORT": free_port(), "YAML": str(yaml)}
+    command = [fill.get(word, word) for word in LAUNCHERS[launcher]]
     command += ["eval_ppl.py", "--model", model, "--text", "data/haystack/emma.txt", "--output-file", str(output_file)]
     command += ["--min-tokens", "61", "--max-tokens", "397", "--tokens-step", "112"]
     result = run_python(*command)
@@ -34,3 +59,4 @@ def test_perplexity_is_that_of_one_process(tmp_path):
     assert list(got["none"]) == [61, 173, 285, 397]
     assert got["torchrun"] == pytest.approx(got["none"], rel=1e-6)
     assert got["deepspeed"] == pytest.approx(got["none"], rel=1e-6)
+    assert got["original"] == pytest.approx(got["none"], rel=1e-6)
