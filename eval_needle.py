@@ -9,6 +9,7 @@ An answer counts when greedy decoding would write it exactly; one forward pass d
 written at once and a second run goes on from there. Tasks, templates and files: docs/evaluation.md.
 """
 
+import argparse
 import csv
 import io
 import os
@@ -21,10 +22,13 @@ from easy_context.evaluation.arguments import (
     check_model_flags,
     context_lengths,
     load_tokenizer,
+    refusals,
 )
+from easy_context.evaluation.journal import Journal
 from easy_context.evaluation.needle import DIGITS, NEEDLE_TEMPLATE, NeedleTask, check_digits
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.files import check_writable, write_whole
+from easy_context.interrupts import stops_in_one_line
 
 MODEL = "PY007/Llama2-7B-64K"  # as in the original project
 MOST_DEPTHS = 1000  # steps in a grid; more are a slip of the pen
@@ -46,7 +50,7 @@ SETTINGS = (
 )
 
 
-def parse_arguments(arguments: list[str] | None = None):
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The flags, each checked as far as that goes without loading anything."""
     parser = FlagParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=MODEL, help="path or hub name (%(default)s)")
@@ -158,10 +162,8 @@ def _needle_task(args) -> NeedleTask:
     )
 
 
-def open_journal(args, settings: dict):
+def open_journal(args: argparse.Namespace, settings: dict) -> Journal | None:
     """The file of finished cells, on the first rank only."""
-    from easy_context.evaluation.journal import Journal
-
     if int(os.environ.get("RANK", 0)):
         return None
     path = args.output_dir / "cells.jsonl"
@@ -173,8 +175,24 @@ def open_journal(args, settings: dict):
 
 def main(arguments: list[str] | None = None) -> None:
     """Scores every cell and writes the results."""
-    try:
+    with refusals("eval_needle.py"):
         args = parse_arguments(arguments)
+    opened: list[Journal] = []
+
+    def what_is_saved() -> str:
+        if not opened:
+            return "nothing was saved"
+        count, path = len(opened[0].finished), opened[0].path
+        again = "the same command without --overwrite" if args.overwrite else "the same command"
+        return f"{count} cell{'s' * (count != 1)} saved in {path}; {again} goes on from there"
+
+    with stops_in_one_line(what_is_saved):
+        score_cells(args, opened)
+
+
+def score_cells(args: argparse.Namespace, opened: list[Journal]) -> None:
+    """Scores every cell; the journal of finished ones is put into `opened`, on the first process."""
+    with refusals("eval_needle.py"):
         from easy_context.evaluation import cells
         from easy_context.evaluation.loading import (
             UnusableModel,
@@ -189,8 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         check_parallelism(config, args, args.max_context_length)
         tasks, builder, settings = prepare(args, config)
         journal = open_journal(args, settings)
-    except (ValueError, OSError) as reason:
-        sys.exit(f"eval_needle.py: {reason}")
+    if journal:
+        opened.append(journal)
     by_name = {task.name: task for task in tasks}
     try:
         with distributed() as device, load_scorer(args.model, config, args, device) as scorer:

@@ -18,9 +18,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from easy_context.evaluation.arguments import load_tokenizer
+from easy_context.evaluation.arguments import load_tokenizer, refusals
 from easy_context.evaluation.perplexity_arguments import parse_arguments
 from easy_context.files import write_whole
+from easy_context.interrupts import stops_in_one_line
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "trained_length")
 
@@ -133,12 +134,29 @@ def print_summary(label: str, summary: dict) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluates every model and writes the CSV and JSON."""
-    try:
+    """Evaluates every model and writes the CSV and JSON, or only tokenises."""
+    with refusals("eval_ppl.py"):
         args = parse_arguments(arguments)
+    written: list[str] = []
+
+    def what_is_saved() -> str:
         if args.save_tokenized:
-            save_documents(args)
-            return
+            return f"the tokens are not all in {args.save_tokenized}; remove it before you run the same command again"
+        if not written:
+            return "nothing was saved"
+        return f"{len(written)} of {len(args.model)} models saved in {args.output_file}; the same command begins again"
+
+    with stops_in_one_line(what_is_saved):
+        if args.save_tokenized:
+            with refusals("eval_ppl.py"):
+                save_documents(args)
+        else:
+            evaluate_models(args, written)
+
+
+def evaluate_models(args: argparse.Namespace, written: list[str]) -> None:
+    """Evaluates every model, and appends its name to `written` once its results are on disk."""
+    with refusals("eval_ppl.py"):
         from easy_context.evaluation.loading import UnusableModel, distributed, load_scorer
 
         configs, trained = load_configs(args)
@@ -146,8 +164,6 @@ def main(arguments: list[str] | None = None) -> None:
             (name, config, length, find_documents(args, name, config))
             for name, config, length in zip(args.model, configs, trained, strict=True)
         ]
-    except (ValueError, OSError) as reason:
-        sys.exit(f"eval_ppl.py: {reason}")
     rows, summaries = [], {}
     try:
         with distributed() as device:
@@ -162,6 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if writes:
                     print_summary(label, summaries[label])
                     write(args, rows, summaries)
+                    written.append(name)
     except UnusableModel as reason:
         kept = f" ({args.output_file} holds the models before it)" if rows else ""
         sys.exit(f"eval_ppl.py: {reason}{kept}")

@@ -10,12 +10,11 @@ python plot.py data/debug.csv --xmax 550000 --ymax 2 --ymin 1.5
 """
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from easy_context.evaluation import plots, results
-from easy_context.evaluation.arguments import FlagParser
+from easy_context.evaluation.arguments import FlagParser, refusals
 from easy_context.evaluation.axes import Limits
 
 KINDS = ("perplexity", "needle", "loss")
@@ -179,11 +178,9 @@ def perplexity_curves(args: argparse.Namespace) -> list[results.Curve]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Draws, or says what is wrong."""
-    try:
+    with refusals("plot.py"):
         args = parse_arguments(arguments)
         draw(args)
-    except (ValueError, OSError) as reason:
-        sys.exit(f"plot.py: {reason}")
     print(f"wrote {', '.join(map(str, args.outputs))}")
 
 

@@ -22,12 +22,12 @@ import sys
 from pathlib import Path
 
 from easy_context.arguments import check_arguments, parse_arguments, refusal
-from easy_context.interrupts import stops_in_one_line
+from easy_context.interrupts import stops_in_one_line, what_is_saved
 
 
 def main() -> None:
     args = parse_arguments()
-    with stops_in_one_line(args.output_dir):
+    with stops_in_one_line(what_is_saved(Path(args.output_dir))):
         train(args)
 
 

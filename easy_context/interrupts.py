@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end train.py with one line that says what is saved, instead of a stack trace from each process."""
+"""Ctrl-C and SIGTERM end a script with one line that says what is saved, instead of a stack trace from each process."""
 
 import contextlib
 import os
@@ -16,16 +16,15 @@ _SECONDS_OF_SILENCE = 3.0  # for which other processes stay, so that the first c
 
 
 @contextlib.contextmanager
-def stops_in_one_line(output_dir: str) -> Iterator[None]:
+def stops_in_one_line(describe: Callable[[], str]) -> Iterator[None]:
     """End this process at once when it is interrupted, with exit code 128 + signal; the first says what is saved.
 
     A thread does it, because the main thread may be waiting in a collective for a process that has gone already.
     Signals that are ignored (as under nohup) stay so.
 
     Args:
-        output_dir: of the run.
+        describe: says what is saved; called in that thread, of the first process, when the end has come.
     """
-    describe = what_is_saved(Path(output_dir))
     signals = [number for number in _NAMES if signal.getsignal(number) is not signal.SIG_IGN]
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -57,7 +56,7 @@ def _wait_and_end(reader: int, describe: Callable[[], str]) -> None:
 
 
 def what_is_saved(output_dir: Path) -> Callable[[], str]:
-    """Return a function that says what has been saved in the folder since now."""
+    """Return a function that says what train.py has saved in the folder since now."""
     before = {name: _signature(output_dir / name) for name in (METRICS, MODEL_CONFIG)}
 
     def describe() -> str:

@@ -5,10 +5,13 @@ The weights are on the devices, and in host memory as the original project's YAM
 
 import csv
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from launching import free_port, run_python
+from launching import REPOSITORY, free_port, run_python
 from tiny_models import save_tiny_llama
 
 ACCELERATE = [
@@ -60,3 +63,48 @@ def test_perplexity_is_that_of_one_process(tmp_path):
     assert got["torchrun"] == pytest.approx(got["none"], rel=1e-6)
     assert got["deepspeed"] == pytest.approx(got["none"], rel=1e-6)
     assert got["original"] == pytest.approx(got["none"], rel=1e-6)
+
+
+STOPPED = """
+import sys, threading, time
+sys.path.insert(0, ".")
+import {script} as script
+from easy_context.evaluation import cells
+def wait(*rest):  # where the second model or cell would be evaluated
+    if done:
+        print("waiting", flush=True)
+        while True:
+            time.sleep(1)
+    done.append(1)
+    return work(*rest)
+done, work = [], {module}.{function}
+{module}.{function} = wait
+script.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "script, module, function, said",
+    [
+        ("eval_ppl", "script", "evaluate", "1 of 2 models saved in FILE; the same command begins again"),
+        ("eval_needle", "cells", "score_cell", "1 cell saved in FILE; the same command goes on from there"),
+    ],
+)
+def test_ctrl_c_says_what_is_saved_in_one_line(tmp_path, script, module, function, said):
+    models = [save_tiny_llama(tmp_path / seed, int(seed)) for seed in ("1", "2")]
+    file = str(tmp_path / ("o.csv" if script == "eval_ppl" else "cells.jsonl"))
+    if script == "eval_ppl":
+        words = ["-m", *models, "--text", "data/haystack/emma.txt", "--max-tokens", "256", "--output-file", file]
+    else:
+        words = ["--model", models[0], "--max_context_length", "1024", "--output_dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED.format(script=script, module=module, function=function), *words],
+        **{"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # tests may run with it ignored
+    )
+    assert "waiting\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == f"stopped by Ctrl-C: {said.replace('FILE', file)}" and "Traceback" not in errors
+    assert Path(file).is_file()

@@ -14,9 +14,9 @@ from easy_context.interrupts import what_is_saved
 
 # A run that "trains" until it is stopped; its main thread waits where no Python code runs, as in a collective.
 SCRIPT = """
-import sys, threading
-from easy_context.interrupts import stops_in_one_line
-with stops_in_one_line(sys.argv[1]):
+import pathlib, sys, threading
+from easy_context.interrupts import stops_in_one_line, what_is_saved
+with stops_in_one_line(what_is_saved(pathlib.Path(sys.argv[1]))):
     print("ready", flush=True)
     {wait}
 """
@@ -72,7 +72,7 @@ def test_afterwards_signals_are_as_before(tmp_path):
     from easy_context.interrupts import stops_in_one_line
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(ZeroDivisionError), stops_in_one_line(str(tmp_path)):
+    with pytest.raises(ZeroDivisionError), stops_in_one_line(what_is_saved(tmp_path)):
         assert signal.getsignal(signal.SIGTERM) != before[1]
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

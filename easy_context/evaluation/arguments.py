@@ -1,7 +1,9 @@
 """Flags that both evaluations share, and their checks."""
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from ..arguments import KERNELS, MODES
@@ -79,6 +81,15 @@ def context_lengths(shortest: int, longest: int, step: int, flags: tuple[str, st
     while lengths[-1] < longest:
         lengths.append(min(lengths[-1] + (step or lengths[-1]), longest))
     return lengths
+
+
+@contextlib.contextmanager
+def refusals(script: str) -> Iterator[None]:
+    """Turn an error about what the user gave into a message, and exit with code 1."""
+    try:
+        yield
+    except (ValueError, OSError) as reason:
+        sys.exit(f"{script}: {reason}")
 
 
 def check_model_flags(args: argparse.Namespace) -> None:
