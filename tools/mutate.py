@@ -75,6 +75,7 @@ ARITHMETIC = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult,
 }  # fmt: skip
+CPU_NEEDS_NOT = ("device", "non_blocking", "strict")  # keywords that no test on a CPU, with right lengths, can miss
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sum": "len", "float32": "bfloat16"}
 
 
@@ -110,9 +111,14 @@ def variants(node: ast.AST) -> Iterator[tuple[str, str]]:
                 yield "slice", changed(upper=ast.BinOp(upper, ast.Sub(), ast.Constant(1)))
         case ast.Call(func=func, args=args, keywords=keywords):
             plain = not any(isinstance(x, ast.Starred) for x in args[:2])
-            if len(args) > 1 and plain and ast.dump(args[0]) != ast.dump(args[1]):
+            if (
+                len(args) > 1
+                and plain
+                and ast.unparse(func) not in ("min", "max")
+                and ast.dump(args[0]) != ast.dump(args[1])
+            ):
                 yield "swapped arguments", changed(args=[args[1], args[0], *args[2:]])
-            if keywords:
+            if keywords and keywords[-1].arg not in CPU_NEEDS_NOT:
                 yield "dropped keyword", changed(keywords=keywords[:-1])
             if ast.unparse(func) == "torch.promote_types":
                 yield "dtype", ast.unparse(args[0])
