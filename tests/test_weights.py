@@ -168,15 +168,21 @@ def test_shapes_of_a_checkpoint_of_the_base_model_are_compared_too(tmp_path):
         check_weights(name, config)
 
 
-def test_looking_changes_neither_the_config_nor_what_transformers_says(tmp_path):
+@pytest.mark.parametrize("bars", [True, False])
+def test_looking_changes_neither_the_config_nor_what_transformers_says(tmp_path, bars):
     from transformers.utils import logging as transformers_logging
 
     name = save(tmp_path / "model", with_extra(value_head__weight=True), {})
     config = AutoConfig.from_pretrained(name)
-    before = config.to_dict(), transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    check_weights(name, config)
-    after = config.to_dict(), transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    assert after == before
+    if not bars:
+        transformers_logging.disable_progress_bar()
+    try:
+        before = config.to_dict(), transformers_logging.get_verbosity()
+        check_weights(name, config)
+        assert (config.to_dict(), transformers_logging.get_verbosity()) == before
+        assert transformers_logging.is_progress_bar_enabled() == bars
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 def test_packed_weights_are_not_compared(tmp_path):
