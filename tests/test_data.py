@@ -1,5 +1,6 @@
 """Rows: every form of data set, what is dropped, cut and padded, and who gets which row of which step."""
 
+import contextlib
 import itertools
 from argparse import Namespace
 
@@ -148,6 +149,16 @@ def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
     check_rows(rows, 100, 8)
     with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
         check_rows(rows, 99, 8)
+
+
+@pytest.mark.parametrize("target, learnable", [(0, False), (1, True), (3, True), (4, False)])
+def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path, target, learnable):
+    labels = [IGNORE_INDEX] * 6
+    labels[target] = 9
+    datasets.Dataset.from_dict({"input_ids": [[9] * 6], "labels": [labels]}).to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
+        check_rows(rows, VOCABULARY, 4)
 
 
 def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):

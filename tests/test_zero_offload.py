@@ -169,6 +169,12 @@ def test_a_named_choice_is_taken_and_doubted_if_it_does_not_fit(monkeypatch, cap
     assert "probably does not fit" in caplog.text and "offload: all" in caplog.text
 
 
+def test_a_named_choice_that_fits_is_not_doubted(monkeypatch, caplog):
+    with caplog.at_level(logging.INFO, "easy_context"):
+        settle(monkeypatch, launch(), 139, 500, *SINGLE_32K, "--offload", "all")
+    assert "offload: all" in caplog.text and "probably does not fit" not in caplog.text
+
+
 @pytest.mark.parametrize("device", ["cpu", "none"])
 def test_a_json_that_names_a_device_wins(monkeypatch, caplog, device):
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "own.json")
