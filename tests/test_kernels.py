@@ -181,6 +181,23 @@ def test_a_window_is_honoured_or_refused(name):
         assert relative_error(out, unwindowed) > 0.01
 
 
+def test_a_window_hides_the_keys_behind_it():
+    """The reference kernel, with gradients, against attention over each query's own keys."""
+    kernel = select_kernel("reference", torch.device("cpu"), torch.float64, 16)
+    q, k, v, dout = random_inputs(18, 1, 12, 12, 4, 2, 16, torch.float64)
+    out, lse, *gradients = run_kernel(kernel, q, k, v, dout, 0.25, AttentionMask(causal=True, window=3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    rows = []
+    for i in range(12):
+        seen = slice(max(0, i - 2), i + 1)
+        rows.append(plain_attention(leaves[0][:, i : i + 1], leaves[1][:, seen], leaves[2][:, seen], 0.25, False))
+    expected = torch.cat([row for row, _ in rows], dim=1)
+    assert relative_error(out, expected.detach()) < 1e-12
+    assert relative_error(lse, torch.cat([row for _, row in rows], dim=2).detach()) < 1e-12
+    for actual, right in zip(gradients, torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert relative_error(actual, right) < 1e-12
+
+
 def test_auto_takes_the_first_kernel_that_can_serve():
     assert set(KERNELS) == {*CPU_KERNELS, *GPU_KERNELS}
     cpu = torch.device("cpu")

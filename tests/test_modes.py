@@ -178,6 +178,20 @@ def test_one_process_without_a_group(name):
             assert error < 1e-5, f"{what}: {case}"
 
 
+def refuse_other_masks(rank: int, world_size: int) -> None:
+    for name in SPLITTING_MODES:
+        mode, x = get_mode(name), torch.zeros(1, 4, 2, 8)
+        settings = {"scale": 1.0, "kernel": select_kernel("reference", x.device, x.dtype, 8), "group": dist.group.WORLD}
+        for mask in (AttentionMask(window=3), AttentionMask(causal=False)):
+            with pytest.raises(ValueError, match=f"{name} splits the row.*use data_parallel"):
+                mode.forward(x, x, x, mask=mask, **settings)
+
+
+def test_a_mask_that_a_split_row_cannot_honour_is_refused(pool):
+    """A block of another rank's keys knows no distances, so a window would be dropped."""
+    pool.run(refuse_other_masks, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_data_parallel_is_the_local_kernel(pool, dtype):
     """Whatever the rank and the number of processes, each keeps the whole row."""

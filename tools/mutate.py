@@ -62,7 +62,7 @@ TESTS = {
     "easy_context/zero_offload.py": "zero_offload",
     "train.py": "train resuming",
     "easy_context/evaluation/cells.py": "needle",
-    "easy_context/evaluation/needle.py": "needle",
+    "easy_context/evaluation/needle.py": "tasks needle",
     "easy_context/evaluation/scorer.py": "scorer perplexity needle",
     "easy_context/evaluation/perplexity.py": "perplexity",
     "easy_context/evaluation/tasks.py": "tasks needle",
