@@ -4,14 +4,24 @@ import importlib
 
 _HOMES = {
     "SequenceParallelTrainerMixin": "trainer",
+    "apply_dist_flash_attn_monkey_patch_llama": "original_names",
     "apply_fused_loss": "loss",
     "apply_seq_parallel_monkey_patch": "sequence_parallel",
+    "apply_ulysses_attn_monkey_patch_llama": "original_names",
     "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "checkpointing",
+    "apply_usp_attn_monkey_patch_llama": "original_names",
+    "apply_zigzag_ring_attn_monkey_patch_llama": "original_names",
+    "apply_zigzag_ring_attn_monkey_patch_mistral": "original_names",
     "gather_seq_parallel_outputs": "sequence_parallel",
-    "prepare_dataloader": "sequence_parallel",
+    "prepare_dataloader": "dataloader",
+    "prepare_dist_flash_attn_inputs": "original_names",
     "prepare_seq_parallel_inputs": "sequence_parallel",
+    "prepare_ulysses_attn_inputs": "original_names",
+    "prepare_usp_attn_inputs": "original_names",
+    "prepare_zigzag_ring_attn_inputs": "original_names",
     "remove_seq_parallel_monkey_patch": "sequence_parallel",
     "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "checkpointing",
+    "set_rope_theta": "rope",
 }
 __all__ = list(_HOMES)
 

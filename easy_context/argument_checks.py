@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .errors import first_line, name_flags
 from .rope import is_rope_base, set_rope_theta
 
 
@@ -117,13 +118,12 @@ def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[
     try:
         return sequence_size(args.sequence_parallel_size, world_size, args.parallel_mode), []
     except ValueError as error:
-        return None, [str(error)]
+        return None, [name_flags(str(error))]
 
 
 def _load_config(model: str) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
-    from .errors import first_line
     from .huggingface import modeling_module
     from .weights import check_weights
 
@@ -166,7 +166,8 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
         try:
             check()
         except ValueError as error:
-            problems.append(f"--model {args.model}: {error}" if "--" not in str(error) else str(error))
+            problem = name_flags(str(error))
+            problems.append(problem if "--" in problem else f"--model {args.model}: {problem}")
     return problems
 
 

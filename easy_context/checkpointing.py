@@ -36,7 +36,7 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
     """
     global _original_checkpoint
     if keep_attention not in KEEP_ATTENTION:
-        raise ValueError(f"--keep-attention {keep_attention!r} is unknown; choose one of {', '.join(KEEP_ATTENTION)}")
+        raise ValueError(f"keep_attention {keep_attention!r} is unknown; choose one of {', '.join(KEEP_ATTENTION)}")
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     _original_checkpoint = transformers.modeling_utils.checkpoint
     transformers.modeling_utils.checkpoint = functools.partial(

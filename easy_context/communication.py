@@ -16,6 +16,13 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def communication_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor must lie for the collectives of `group`: this process's CUDA device under NCCL, else the CPU."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Exchange:
     """Sends and receives of one step, posted together so that they run while the caller computes.
 

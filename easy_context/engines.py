@@ -28,18 +28,18 @@ SelectKernel = Callable[[torch.device, torch.dtype, int], AttentionKernel]
 def check_engine(engine: str, mode: str, attn_kernel: str) -> None:
     """Raise ValueError unless `engine` is one of ENGINES and has this mode and this kernel; imports no library."""
     if engine not in ENGINES:
-        raise ValueError(f"--attn-engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+        raise ValueError(f"attn_engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
     if engine == "easy_context":
         return
     if mode not in _LIBRARY_MODES:
         raise ValueError(
-            f"--attn-engine {engine} has no library for --parallel_mode {mode}: use {' or '.join(_LIBRARY_MODES)}, or "
-            "--attn-engine easy_context"
+            f"attn_engine {engine} has no library for seq_algo {mode}: use {' or '.join(_LIBRARY_MODES)}, or "
+            "attn_engine easy_context"
         )
     if attn_kernel not in ("auto", FlashAttnKernel.name):
         raise ValueError(
-            f"--attn-kernel {attn_kernel} cannot be used with --attn-engine {engine}, whose libraries call flash-attn: "
-            f"use --attn-kernel auto or {FlashAttnKernel.name}"
+            f"attn_kernel {attn_kernel} cannot be used with attn_engine {engine}, whose libraries call flash-attn: "
+            f"use attn_kernel auto or {FlashAttnKernel.name}"
         )
 
 
@@ -86,8 +86,8 @@ def _import(module: str, requirement: str, importer: Callable[[str], Any] = impo
         return importer(module)
     except ImportError as error:
         raise ValueError(
-            f"--attn-engine library cannot import {module} ({error}): pip install {requirement}, or use "
-            "--attn-engine easy_context"
+            f"attn_engine library cannot import {module} ({error}): pip install {requirement}, or use "
+            "attn_engine easy_context"
         ) from error
 
 
@@ -103,7 +103,7 @@ class LibraryZigzag(ZigzagRingAttention):
             return super().forward(q, k, v, scale=scale, mask=mask, kernel=kernel, group=group)
         require_plain_causal(mask, self.name)
         if q.dtype == torch.float32:  # its sums would be the very buffers that the next block is written to
-            raise ValueError("--attn-engine library: ring-flash-attn's gradients are wrong in float32, use bfloat16")
+            raise ValueError("attn_engine library: ring-flash-attn's gradients are wrong in float32, use bfloat16")
         k, v = k.contiguous(), v.contiguous()
         out, lse = self._ring.zigzag_ring_flash_attn_forward(group, q, k, v, softmax_scale=scale)
         return out, (lse,)

@@ -1,11 +1,38 @@
-"""Other packages' errors, put into ours."""
+"""Other packages' errors, put into ours, and the package's own, put into the words of a command line."""
 
+import contextlib
 import importlib
+import re
+from collections.abc import Iterator
+
+# Arguments of the package's functions, whose errors name them, and the scripts' flags that set them.
+_FLAGS = {
+    "seq_algo": "--parallel_mode",
+    "sequence_parallel_size": "--sequence-parallel-size",
+    "attn_kernel": "--attn-kernel",
+    "attn_engine": "--attn-engine",
+    "seq_length": "--seq-length",
+    "rope_theta": "--rope-theta",
+}
 
 
 def first_line(reason: BaseException) -> str:
     """An error's first line, or its type where it says nothing."""
     return next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+
+
+def name_flags(message: str) -> str:
+    """Put the flags of the scripts in place of the names of arguments, for users of a command line."""
+    return re.sub(rf"(?<![\w/-])({'|'.join(_FLAGS)})(?![\w/])", lambda match: _FLAGS[match[0]], message)
+
+
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """A ValueError inside the block names flags where it named arguments."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(name_flags(str(error))) from error
 
 
 def cannot_import(module: str, package: str) -> str | None:

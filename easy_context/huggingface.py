@@ -1,7 +1,8 @@
-"""How an unmodified Hugging Face decoder is made to call our attention: four names rebound in its modeling module.
+"""How an unmodified Hugging Face decoder is made to call our attention: names rebound in its modeling module.
 
-A layer finds attention, and the model builds masks, through names in `transformers.models.<type>.modeling_<type>`.
-Rebinding them there reaches models loaded before or after, with any attn_implementation, and no S x S mask is built.
+A layer finds attention, and the model builds masks, through names in `transformers.models.<type>.modeling_<type>`, and
+every model looks its loss up in the family's base class. Rebinding them there reaches models loaded before or after,
+with any attn_implementation, and no S x S mask is built.
 """
 
 import importlib
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 # A layer passes these to its attention function; other values than the neutral one change what is computed.
@@ -55,8 +56,10 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rebind(model_type: str, name: str, attention: Callable, create_mask: Callable) -> Callable[[], None]:
-    """Rebind one family's attention and masks, and register `attention` as attn_implementation `name`.
+def rebind(
+    model_type: str, name: str, attention: Callable, create_mask: Callable, wrap_loss: Callable
+) -> Callable[[], None]:
+    """Rebind one family's attention and masks, wrap its losses, and register `attention` as attn_implementation `name`.
 
     transformers takes a name with "flash" in it for a FlashAttention package and does not load a model by it; the
     rebinding serves those modes all the same.
@@ -74,18 +77,31 @@ def rebind(model_type: str, name: str, attention: Callable, create_mask: Callabl
     originals = {key: getattr(module, key) for key in replacements if hasattr(module, key)}
     for key in originals:
         setattr(module, key, replacements[key])
+    # The loss of every head (causal, classification, ...) is looked up through this property of their common base.
+    base, of_any_model = _base_class(module), PreTrainedModel.loss_function
+    base.loss_function = property(lambda model: wrap_loss(of_any_model.fget(model)), of_any_model.fset)
     registered_before = AttentionInterface._global_mapping.get(name)
     AttentionInterface.register(name, attention)
 
     def restore() -> None:
         for key, value in originals.items():
             setattr(module, key, value)
+        del base.loss_function
         if registered_before is None:
             AttentionInterface._global_mapping.pop(name, None)
         else:
             AttentionInterface.register(name, registered_before)
 
     return restore
+
+
+def _base_class(module: Any) -> type:
+    """The class from which all models of a family's modeling module derive."""
+    return next(
+        value
+        for name, value in vars(module).items()
+        if name.endswith("PreTrainedModel") and value is not PreTrainedModel and issubclass(value, PreTrainedModel)
+    )
 
 
 def refuse_cache(cache: Any, rows: int) -> None:
@@ -128,7 +144,7 @@ def refuse_model_features(config: Any, row_length: int, size: int) -> None:
     if size > 1 and rope_type in ("dynamic", "longrope"):
         raise ValueError(
             f"rope_type {rope_type!r} looks at the longest position of the batch, and each of the {size} ranks sees "
-            "only its shard: use rope_type default, linear, llama3 or yarn with --rope-theta"
+            "only its shard: use rope_type default, linear, llama3 or yarn and raise rope_theta"
         )
 
 

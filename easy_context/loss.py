@@ -1,12 +1,16 @@
 """Next-token cross-entropy on sharded rows, without ever holding the logits of all tokens."""
 
 import types
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from .autocast import autocast_dtype
+from .communication import communication_device, group_size
 from .liger import liger_unavailable
+from .patch import group_sharing_rows_of
 
 IGNORE_INDEX = -100
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
@@ -22,6 +26,21 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
         `[batch, seq]`: `targets[:, i] = labels[:, i + 1]`, the last column -100.
     """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+@torch.no_grad()
+def count_targets(targets: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return how many targets the ranks of `group` have together, at least 1: an int64 scalar. Collective.
+
+    Args:
+        targets: this rank's, -100 where there is none.
+        group: the ranks that share the rows; None for this rank alone.
+    """
+    count = (targets != IGNORE_INDEX).sum()
+    if group_size(group) > 1:
+        count = count.to(communication_device(group))
+        dist.all_reduce(count, group=group)
+    return count.clamp(min=1).to(targets.device)
 
 
 @torch.no_grad()
@@ -51,7 +70,9 @@ def apply_fused_loss(model: torch.nn.Module, *, liger: bool | None = None) -> to
     """Make a Hugging Face causal language model compute its loss inside `lm_head`, in chunks.
 
     `model(input_ids, ..., shift_labels=targets, num_items_in_batch=n)` then returns an output whose `loss` is the sum
-    of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without
+    of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without n it is
+    divided by the number of targets in these rows, over all ranks that share them: the sum of their losses is the mean.
+    (Groups with rows of their own each have their own mean; give n, the number over all, for one mean.) Without
     `shift_labels` the model works as before. It lives in `lm_head.forward` because ZeRO-3 gathers the weight there and
     nowhere else.
 
@@ -68,34 +89,46 @@ def apply_fused_loss(model: torch.nn.Module, *, liger: bool | None = None) -> to
     head = getattr(model, "lm_head", None)
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         raise ValueError(f"{type(model).__name__} has no plain lm_head without bias: the fused loss cannot be applied")
-    head_forward, model_forward = head.forward, model.forward
+    head_forward, model_forward = _unbound(head.forward), _unbound(model.forward)
     pending: list[torch.Tensor] = []  # the targets, while a forward pass with targets runs
 
     def loss_or_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(hidden, self.weight, pending[0], liger) if pending else head_forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, pending[0], liger) if pending else head_forward(self, hidden)
 
     def forward(self, *args, shift_labels=None, num_items_in_batch=None, **kwargs):
         if shift_labels is None:
-            return model_forward(*args, **kwargs)
+            return model_forward(self, *args, **kwargs)
         if kwargs.get("labels") is not None:
             raise ValueError("pass shift_labels or labels to a model with the fused loss, not both")
         if kwargs.get("logits_to_keep"):
             raise ValueError("the fused loss is of all tokens: leave logits_to_keep out")
         if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != IGNORE_INDEX).sum().clamp(min=1)
+            num_items_in_batch = count_targets(shift_labels, group_sharing_rows_of(self))
         pending.append(shift_labels)
         try:
-            output = model_forward(*args, **kwargs)
+            output = model_forward(self, *args, **kwargs)
         finally:
             pending.clear()
         if isinstance(output, tuple):
             raise ValueError("the fused loss is an attribute of the output: leave return_dict=False out")
+        if output.logits.dim() > 0:
+            raise ValueError(
+                f"lm_head has become a {type(self.lm_head).__name__}, which adds to what the fused loss returns: leave "
+                "lm_head out of the adapter's target_modules, or apply_fused_loss out"
+            )
         output.loss, output.logits = output.logits / num_items_in_batch, None
         return output
 
     head.forward = types.MethodType(loss_or_logits, head)
     model.forward = types.MethodType(forward, model)
     return model
+
+
+def _unbound(method: Callable) -> Callable:
+    """Return `method` as a function of its object first: in a copy of the model it must run on the copy's weights."""
+    if isinstance(method, types.MethodType):
+        return method.__func__
+    return lambda self, *args, **kwargs: method(*args, **kwargs)  # a wrapper that somebody put on the object
 
 
 def linear_cross_entropy(

@@ -1,10 +1,13 @@
 """The grid of ranks: data-parallel x sequence-parallel."""
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from .communication import communication_device
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,62 @@ class Mesh:
     data_size: int = 1
 
 
+class CurrentMesh:
+    """The grid of the processes that there are when it is asked, with the attributes of `Mesh`.
+
+    It can be made before torch.distributed is initialised, and follows a process group that is destroyed and made anew.
+    Each run of `sequence_parallel_size` consecutive ranks shares its rows; without torch.distributed there is one
+    process.
+
+    Ranks and sizes are arithmetic, which any rank may ask for alone. `sequence_group` makes groups at its first use,
+    which is collective: every rank of the launch must get there, or the others wait until the timeout. Under a patch
+    the first use is the patch itself where torch.distributed is initialised already, else the first
+    `prepare_seq_parallel_inputs` or forward pass.
+
+    Raises (from every attribute):
+        RuntimeError: the launcher started several processes, but torch.distributed is not initialised: each would take
+            itself for the only one and attend within its own shard.
+        ValueError: the size does not divide the number of processes.
+    """
+
+    def __init__(self, sequence_parallel_size: int | None = None, timeout: timedelta | None = None) -> None:
+        """`timeout` is that of the collectives of groups made here; None for the backend's default."""
+        self._requested_size = sequence_parallel_size
+        self._timeout = timeout
+        self._world: dist.ProcessGroup | None = None  # the world that _group was made of
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def sequence_rank(self) -> int:
+        return _rank() % self.sequence_size
+
+    @property
+    def sequence_size(self) -> int:
+        return sequence_size(self._requested_size, _processes())
+
+    @property
+    def data_rank(self) -> int:
+        return _rank() // self.sequence_size
+
+    @property
+    def data_size(self) -> int:
+        return _processes() // self.sequence_size
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        size = self.sequence_size
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not self._world:  # also where a new one has as many ranks
+            self._group = None if world is None else _own_group(size, self._timeout)
+            self._world = world
+        return self._group
+
+
 def sequence_size(requested: int | None, processes: int, mode: str | None = None) -> int:
     """How many processes share a row.
 
     Args:
-        requested: by `--sequence-parallel-size`; None for all of them, or 1 under data_parallel.
+        requested: ranks that share a row; None for all of them, or 1 under data_parallel.
         processes: of the launch.
         mode: the parallel mode; data_parallel never splits a row.
 
@@ -40,48 +94,47 @@ def sequence_size(requested: int | None, processes: int, mode: str | None = None
     if mode == "data_parallel":
         if requested not in (None, 1):
             raise ValueError(
-                f"--sequence-parallel-size {requested} has no meaning with --parallel_mode data_parallel, which never "
-                "splits a row: leave it out or choose another mode"
+                f"sequence_parallel_size {requested} has no meaning with seq_algo data_parallel, which never splits a "
+                "row: leave it out or choose another mode"
             )
         return 1
     size = processes if requested is None else requested
     if size < 1 or processes % size:
         raise ValueError(
-            f"--sequence-parallel-size {size} must divide the number of processes, {processes}: launch a multiple of "
-            f"it (--num_processes) or choose a divisor of {processes}"
+            f"sequence_parallel_size {size} must divide the number of processes, {processes}: launch a multiple of it "
+            f"or choose a divisor of {processes}"
         )
     return size
 
 
-def build_mesh(sequence_parallel_size: int | None = None, timeout: timedelta | None = None) -> Mesh:
-    """Group the ranks: each run of `sequence_parallel_size` consecutive ranks shares its rows.
+def launched_processes() -> int:
+    """Processes that the launcher says it started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    Every rank must call it (creating groups is collective). Without torch.distributed there is one process.
 
-    Args:
-        sequence_parallel_size: ranks that share a row; None for all of them.
-        timeout: of the new groups' collectives; None for the backend's default.
+def _processes() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if launched_processes() > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={launched_processes()} processes were launched, but torch.distributed is not initialised, so "
+            "that this one would take itself for the only one: call torch.distributed.init_process_group (or make the "
+            "Accelerator) before the first forward pass, or unset WORLD_SIZE for one process"
+        )
+    return 1
 
-    Raises:
-        ValueError: the size does not divide the number of processes.
-    """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    size = sequence_size(sequence_parallel_size, world)
-    if not dist.is_initialized():
-        return Mesh()
-    rank = dist.get_rank()
-    data_rank, sequence_rank = divmod(rank, size)
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _own_group(size: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make the groups of `size` consecutive ranks and return this rank's; collective over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     for start in range(0, world, size):
         group = dist.group.WORLD if size == world else dist.new_group(range(start, start + size), timeout=timeout)
         if start <= rank < start + size:
             own_group = group
-    _connect(own_group)
-    return Mesh(own_group, sequence_rank, size, data_rank, world // size)
-
-
-def _connect(group: dist.ProcessGroup) -> None:
-    """One small collective: NCCL makes the group's communicator in it, which a lone send or receive may not do."""
-    on_cuda = "nccl" in dist.get_backend(group)
-    dist.all_reduce(
-        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu"), group=group
-    )
+    # NCCL makes the group's communicator in its first collective, which a lone send or receive may not do.
+    dist.all_reduce(torch.zeros(1, device=communication_device(own_group)), group=own_group)
+    return own_group

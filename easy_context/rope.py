@@ -27,19 +27,17 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
     """
     if theta is not None:
         if not is_rope_base(theta):
-            raise ValueError(f"--rope-theta {theta} must be positive and finite")
+            raise ValueError(f"rope_theta {theta} must be positive and finite")
         parameters = config.rope_parameters
         if "rope_theta" not in parameters:
-            raise ValueError(
-                f"--rope-theta cannot be set: {config.model_type} has RoPE parameters {sorted(parameters)}"
-            )
+            raise ValueError(f"rope_theta cannot be set: {config.model_type} has RoPE parameters {sorted(parameters)}")
         parameters["rope_theta"] = float(theta)
     if seq_length is not None and seq_length > config.max_position_embeddings:
         rope_type = config.rope_parameters.get("rope_type", "default")
         if rope_type in _COMPUTED_FROM_WINDOW:
             raise ValueError(
                 f"rope_type {rope_type!r} computes its scaling from max_position_embeddings, "
-                f"{config.max_position_embeddings}, which cannot be raised without changing it: use a --seq-length of "
+                f"{config.max_position_embeddings}, which cannot be raised without changing it: use a seq_length of "
                 "at most that, or rope_type default, linear, llama3 or yarn in the model's config.json"
             )
         config.max_position_embeddings = seq_length

@@ -12,8 +12,9 @@ from accelerate.data_loader import prepare_data_loader
 from .columns import apply_columns, kind_of
 from .huggingface import is_rebound
 from .loss import IGNORE_INDEX, shift_labels
-from .mesh import Mesh
-from .sequence_parallel import _current_patch, prepare_seq_parallel_inputs
+from .mesh import CurrentMesh
+from .patch import current_patch
+from .sequence_parallel import prepare_seq_parallel_inputs
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 _ROWS_CHECKED = 16  # for columns that the Trainer removes although they say how a row is to be read
@@ -39,7 +40,7 @@ class SequenceParallelTrainerMixin:
     loss_is_scaled_for_ga = True  # transformers that lack it conclude the same from the **kwargs of the model
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _current_patch()
+        current_patch()
         super().__init__(*args, **kwargs)
         _refuse_settings(self)
 
@@ -208,7 +209,7 @@ def split_batch(batch: Batch, device: torch.device | str) -> Batch:
             "position_ids are not 0, 1, 2, ... in every row: packed documents cannot be honoured (packing and "
             "padding_free of trl, DataCollatorWithFlattening); give each document a row of its own"
         )
-    mode, mesh = _current_patch().mode, _mesh()
+    mode, mesh = current_patch().mode, _mesh()
     targets = shift_labels(labels.masked_fill(~mask, IGNORE_INDEX))
     part = prepare_seq_parallel_inputs(
         mode.name, input_ids, position_ids, targets, mesh.sequence_rank, mesh.sequence_size, device
@@ -222,8 +223,8 @@ def split_batch(batch: Batch, device: torch.device | str) -> Batch:
     }
 
 
-def _mesh() -> Mesh:
-    return _current_patch().mesh
+def _mesh() -> CurrentMesh:
+    return current_patch().mesh
 
 
 def _refuse_settings(trainer: Any) -> None:

@@ -1,5 +1,6 @@
 """The grid of ranks: consecutive ranks share a row, groups are disjoint and cover the world."""
 
+import dataclasses
 import datetime
 
 import pytest
@@ -7,12 +8,12 @@ import torch
 import torch.distributed as dist
 from family_models import patched
 
-from easy_context.mesh import Mesh, build_mesh
+from easy_context.mesh import CurrentMesh, Mesh
 
 
 def describe_mesh(rank: int, world_size: int, size: int | None):
     """(sequence_rank, sequence_size, data_rank, data_size) and the ranks that a sum over the group reaches."""
-    mesh = build_mesh(size, timeout=datetime.timedelta(seconds=60))
+    mesh = CurrentMesh(size, timeout=datetime.timedelta(seconds=60))
     members = torch.zeros(world_size, dtype=torch.int64)
     members[rank] = 1
     dist.all_reduce(members, group=mesh.sequence_group)
@@ -27,7 +28,7 @@ def describe_meshes(rank: int, world_size: int, sizes: list):
 
 def message_of_bad_size(rank: int, world_size: int, size: int) -> str:
     with pytest.raises(ValueError) as error:
-        build_mesh(size)
+        CurrentMesh(size).sequence_group  # noqa: B018
     return str(error.value)
 
 
@@ -59,13 +60,65 @@ def test_new_groups_have_the_timeout_that_is_asked_for(pool):
 @pytest.mark.parametrize("size", [0, 3, 8])
 def test_a_size_that_does_not_divide_the_processes_is_refused(pool, size):
     for message in pool.run(message_of_bad_size, 4, size):
-        assert "--sequence-parallel-size" in message and str(size) in message and "4" in message
+        assert "sequence_parallel_size" in message and str(size) in message and "4" in message
+
+
+def place_of(mesh: CurrentMesh) -> Mesh:
+    """What the mesh says now, as a value that can be compared."""
+    return Mesh(*(getattr(mesh, field.name) for field in dataclasses.fields(Mesh)))
 
 
 def test_without_torch_distributed_there_is_one_process():
-    assert build_mesh() == build_mesh(None) == build_mesh(1) == Mesh(None, 0, 1, 0, 1)
-    with pytest.raises(ValueError, match="--sequence-parallel-size 2"):
-        build_mesh(2)
+    assert place_of(CurrentMesh()) == place_of(CurrentMesh(1)) == Mesh(None, 0, 1, 0, 1)
+    with pytest.raises(ValueError, match="sequence_parallel_size 2"):
+        CurrentMesh(2).sequence_size  # noqa: B018
+
+
+def test_a_launched_process_without_torch_distributed_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for size in (None, 1, 2):
+        for field in dataclasses.fields(Mesh):
+            with pytest.raises(RuntimeError, match="(?s)WORLD_SIZE=2.*init_process_group"):
+                getattr(CurrentMesh(size), field.name)
+
+
+def follow_the_process_groups(rank: int, world_size: int, folder: str) -> list:
+    """Places of one mesh before a process group, in it, after it, and in others of the same and of another size."""
+    dist.destroy_process_group()
+    mesh, other_size, places, groups = CurrentMesh(), CurrentMesh(2), [], []
+    places.append(place_of(mesh))
+    for number, size in enumerate((world_size, world_size, 2)):
+        if rank >= size:
+            break
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=size)
+        for one in (mesh, other_size):
+            total = torch.ones(())
+            dist.all_reduce(total, group=one.sequence_group)
+            assert total == one.sequence_size
+            assert one.sequence_group is one.sequence_group
+        assert all(mesh.sequence_group is not group for group in groups)
+        groups.append(mesh.sequence_group)
+        places.append((mesh.sequence_rank, mesh.sequence_size, other_size.sequence_rank, other_size.data_rank))
+        dist.destroy_process_group()
+        places.append(place_of(mesh))
+    return places
+
+
+def test_the_mesh_follows_the_process_group(pool, tmp_path):
+    alone = Mesh()
+    for rank, places in enumerate(pool.run(follow_the_process_groups, 4, str(tmp_path))):
+        in_four, in_two = (rank, 4, rank % 2, rank // 2), (rank, 2, rank, 0)
+        assert places == [alone, in_four, alone, in_four, alone, *([in_two, alone] if rank < 2 else [])]
+
+
+def ranks_asked_alone(rank: int, world_size: int) -> tuple[int, int]:
+    """Ranks and sizes need no other rank: only rank 1 asks."""
+    mesh = CurrentMesh(2)
+    return (mesh.sequence_rank, mesh.data_size) if rank == 1 else (-1, -1)
+
+
+def test_ranks_and_sizes_are_no_collective(pool):
+    assert pool.run(ranks_asked_alone, 4)[1] == (1, 2)
 
 
 def test_a_mesh_is_a_frozen_value():

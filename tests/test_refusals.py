@@ -1,13 +1,19 @@
 """What sequence-parallel attention cannot honour is refused with a message that names it, never dropped silently."""
 
+import inspect
+
 import pytest
 import torch
+import torch.distributed as dist
 from family_models import family_model, patched, random_rows
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import easy_context
 from easy_context.modes import MODES
 
 LENGTH = 24
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
 def run_forward(model, **inputs):
@@ -41,7 +47,7 @@ def test_a_kernel_that_cannot_serve_says_why():
 
 
 def test_a_group_size_with_data_parallel_is_refused():
-    with pytest.raises(ValueError, match="(?s)--sequence-parallel-size 2.*data_parallel"):
+    with pytest.raises(ValueError, match="(?s)sequence_parallel_size 2.*data_parallel"):
         easy_context.apply_seq_parallel_monkey_patch("data_parallel", sequence_parallel_size=2)
 
 
@@ -160,8 +166,8 @@ def refused_shards(rank: int, world_size: int, mode: str) -> dict[str, str]:
         messages["another mode's shard"] = message_of(lambda: model(**own_shard(another_mode, rank, world_size)))
         packed = {**shard, "position_ids": shard["position_ids"] % (shard["position_ids"].shape[1] - 1)}
         messages["packed documents"] = message_of(lambda: model(**packed))
-        if rank > 0 or mode == "zigzag_ring_attn":  # rank 0's contiguous shard does count from 0
-            messages["no positions"] = message_of(lambda: model(shard["input_ids"], use_cache=False))
+        # Rank 0's contiguous shard does count from 0, and is refused with the others.
+        messages["no positions"] = message_of(lambda: model(shard["input_ids"], use_cache=False))
         if mode == "zigzag_ring_attn":
             messages["odd shard"] = message_of(lambda: model(shard["input_ids"][:, 1:], use_cache=False))
     return messages
@@ -197,13 +203,162 @@ def test_shards_that_are_not_this_ranks_are_refused_on_every_rank(pool, mode):
             assert "position_ids" in message and mode in message, f"rank {rank}, {case}: {message}"
 
 
+def wrong_on_one_rank(rank: int, world_size: int, mode: str, wrong_rank: int) -> dict[str, str]:
+    """What each case says on this rank, where one rank alone does something wrong; right forwards follow each case."""
+    messages, is_wrong = {}, rank == wrong_rank
+    with patched(mode) as mesh:
+        model = family_model("llama", attention_dropout=0.1).eval()
+        shard = own_shard(mode, mesh.sequence_rank, mesh.sequence_size)
+        ids, positions = shard["input_ids"], shard["position_ids"]
+        expected = model(**shard).logits
+        ones = torch.ones_like(ids)
+        cache = DynamicCache(config=model.config)
+        cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
+        cases = {
+            "later positions": {"position_ids": positions + 3},
+            "positions of another length": {"position_ids": positions[:, 1:]},
+            "positions of no batch": {"position_ids": positions[0]},
+            "padding mask": {"attention_mask": ones.index_fill(1, torch.tensor([0]), 0)},
+            "cache": {CACHE: cache, "use_cache": True},
+            "shorter shard": {"input_ids": ids[:, :-2], "position_ids": positions[:, :-2]},
+            "other batch": {"input_ids": ids.expand(2, -1)},
+            "other dtype": {"input_ids": None, "inputs_embeds": model.model.embed_tokens(ids).double()},
+            "soft cap": {"softcap": 30.0},
+        }
+        for case, change in cases.items():
+            messages[case] = message_of(lambda: model(**{**shard, **(change if is_wrong else {})}))  # noqa: B023
+            assert torch.equal(model(**shard).logits, expected), case
+        model.train(is_wrong)
+        messages["dropout"] = message_of(lambda: model(**shard))
+        messages["columns"] = message_of(
+            lambda: easy_context.prepare_seq_parallel_inputs(
+                mode, ids, positions[:, int(is_wrong) :], None, mesh.sequence_rank, mesh.sequence_size, "cpu"
+            )
+        )
+        messages["gathered shape"] = message_of(
+            lambda: easy_context.gather_seq_parallel_outputs(mode, ids[:, int(is_wrong) :])
+        )
+    return messages
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "data_parallel"])
+def test_what_is_wrong_on_one_rank_is_refused_on_all_with_the_same_words(pool, mode):
+    """The others would wait in a collective for the one that raised, or die of what it sends."""
+    words = {
+        "later positions": "position_ids are not rank",
+        "positions of another length": "position_ids of shape (1, 11)",
+        "positions of no batch": "position_ids of shape (12,)",
+        "padding mask": "attention_mask",
+        "cache": "key-value cache of 4 tokens",
+        "shorter shard": "rank",
+        "other batch": "different shards: batch size",
+        "other dtype": "dtype torch.float",
+        "soft cap": "softcap=30",
+        "dropout": "attention dropout 0.1",
+        "columns": "position_ids has 11 columns",
+        "gathered shape": "gather different shards: shape (1, 1",
+    }
+    for wrong_rank in (0, 1):
+        per_rank = pool.run(wrong_on_one_rank, 2, mode, wrong_rank)
+        assert all(messages == per_rank[0] for messages in per_rank)
+        assert per_rank[0].keys() == words.keys()
+        for case, message in per_rank[0].items():
+            assert words[case] in message and f"rank {wrong_rank}" in message, f"{case}: {message}"
+
+
+def test_one_group_that_refuses_leaves_the_others_alone(pool):
+    """Four ranks in two groups: rank 3 is wrong, so ranks 2 and 3 raise and ranks 0 and 1 get their result."""
+    assert pool.run(wrong_in_the_second_group, 4) == ["right", "right", "rank 1", "rank 1"]
+
+
+def wrong_in_the_second_group(rank: int, world_size: int) -> str:
+    with patched("zigzag_ring_attn", sequence_parallel_size=2) as mesh:
+        shard = own_shard("zigzag_ring_attn", mesh.sequence_rank, 2)
+        shard["position_ids"] = shard["position_ids"] + int(rank == 3)
+        try:
+            family_model("llama")(**shard)
+        except ValueError as error:
+            return "rank 1" if "found on rank 1 of 2" in str(error) else str(error)
+    return "right"
+
+
+def collectives_of_checks(rank: int, world_size: int, checkpointed: str) -> list[int]:
+    """All-reduces of a forward pass and of its backward pass."""
+    counts, original = [0], dist.all_reduce
+
+    def counting(*args, **options):
+        counts[-1] += 1
+        return original(*args, **options)
+
+    with patched("zigzag_ring_attn") as mesh:
+        model = family_model("llama", layers=3)
+        shard = own_shard("zigzag_ring_attn", mesh.sequence_rank, mesh.sequence_size)
+        if checkpointed == "ours":
+            easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(keep_attention="none")
+        if checkpointed != "no":
+            model.gradient_checkpointing_enable()
+        easy_context.remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+        dist.all_reduce = counting
+        try:
+            logits = model(**shard).logits
+            counts.append(0)
+            logits.sum().backward()
+        finally:
+            dist.all_reduce = original
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("checkpointed", ["no", "ours", "Hugging Face's"])
+def test_checks_cost_two_small_collectives_a_forward_and_none_in_recomputed_layers(pool, checkpointed):
+    assert pool.run(collectives_of_checks, 2, checkpointed) == [[2, 0], [2, 0]]
+    assert pool.run(collectives_of_checks, 1, checkpointed) == [[0, 0]]
+
+
+def losses_refused(rank: int, world_size: int, mode: str, fused: bool) -> str:
+    """Hugging Face's `labels` on a shard, from a model loaded and prepared before the patch."""
+    model = family_model("llama")
+    if fused:
+        easy_context.apply_fused_loss(model)
+    with patched(mode) as mesh:
+        shard = own_shard(mode, mesh.sequence_rank, mesh.sequence_size)
+        return message_of(lambda: model(**shard, labels=shard["input_ids"]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_labels_of_a_shard_are_refused(pool, fused):
+    """They would be shifted inside of the shard, where the last token's target is lost."""
+    for mode in MODES[:3]:
+        for message in pool.run(losses_refused, 2, mode, fused):
+            assert "labels=" in message and "shift_labels=" in message
+
+
+def test_labels_of_whole_rows_are_not_refused(pool):
+    model = family_model("llama")
+    ids, _ = random_rows(2, LENGTH)
+    expected = model(ids, labels=ids, use_cache=False).loss
+    for mode in MODES:
+        with patched(mode):
+            torch.testing.assert_close(run_forward(model, labels=ids).loss, expected, rtol=1e-5, atol=0)
+    pool.run(whole_rows_with_labels, 2)
+
+
+def whole_rows_with_labels(rank: int, world_size: int) -> None:
+    ids, _ = random_rows(2, LENGTH, seed=rank)
+    model = family_model("llama")
+    expected = model(ids, labels=ids, use_cache=False).loss
+    for options in ({"mode": "data_parallel"}, {"mode": "zigzag_ring_attn", "sequence_parallel_size": 1}):
+        with patched(**options):
+            torch.testing.assert_close(model(ids, labels=ids, use_cache=False).loss, expected, rtol=1e-5, atol=0)
+
+
 def test_models_that_only_one_process_can_run_are_refused_on_every_rank(pool):
     expected = {
         "dynamic": "rope_type 'dynamic'",
         "longrope": "rope_type 'longrope'",
         "window": "sliding_window=16 is shorter than the row of 24 tokens",
         "heads": "zigzag_ring_attn or dist_flash_attn",
-        "group size": "--sequence-parallel-size 3",
+        "group size": "sequence_parallel_size 3",
     }
     for rank, messages in enumerate(pool.run(refused_models, 2)):
         assert messages.keys() == expected.keys()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
-from ..errors import first_line
+from ..errors import first_line, naming_flags
 from ..huggingface import SUPPORTED_MODELS, head_dim, modeling_module, refuse_model_features
 from ..kernels import check_kernel
 from ..mesh import Mesh, sequence_size
@@ -75,7 +75,8 @@ def load_config(name: str, rope_theta: float | None = None, seq_length: int | No
         ) from reason
     check_weights(name, config)
     if rope_theta is not None:
-        set_rope_theta(config, rope_theta, seq_length)
+        with naming_flags():
+            set_rope_theta(config, rope_theta, seq_length)
     return config
 
 
@@ -140,6 +141,7 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+@naming_flags()
 def check_parallelism(config, args, longest: int) -> None:
     """Raises ValueError if the model cannot be evaluated on rows of `longest` tokens as the flags and the launcher ask.
 

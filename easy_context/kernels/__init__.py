@@ -68,7 +68,7 @@ def _choose_kernel(
     if name != "auto":
         check_kernel_name(name)
         if reason := _KERNELS[name].unsupported_reason(device, dtype, head_dim):
-            raise ValueError(f"--attn-kernel {name} cannot be used here: {reason}. Use --attn-kernel auto.")
+            raise ValueError(f"attn_kernel {name} cannot be used here: {reason}. Use attn_kernel auto.")
         return _KERNELS[name], []
     passed_over = []
     for kernel in _KERNELS.values():
@@ -82,4 +82,4 @@ def _choose_kernel(
 def check_kernel_name(name: str) -> None:
     """Raise ValueError unless `name` is "auto" or one of KERNELS."""
     if name != "auto" and name not in _KERNELS:
-        raise ValueError(f"--attn-kernel {name!r} is unknown; choose auto, {', '.join(KERNELS)}")
+        raise ValueError(f"attn_kernel {name!r} is unknown; choose auto, {', '.join(KERNELS)}")

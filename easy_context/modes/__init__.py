@@ -20,6 +20,8 @@ def get_mode(name: str) -> ParallelMode:
     Raises:
         ValueError: the name is unknown; the message lists MODES.
     """
+    if name == "usp_attn":
+        raise ValueError(f"seq_algo 'usp_attn' is not there yet; choose one of {', '.join(MODES)}")
     if name not in _MODES:
-        raise ValueError(f"--parallel_mode {name!r} is unknown; choose one of {', '.join(MODES)}")
+        raise ValueError(f"seq_algo {name!r} is unknown; choose one of {', '.join(MODES)}")
     return _MODES[name]

@@ -47,7 +47,7 @@ class ParallelMode(ABC):
         """Raise ValueError if a model of this `config` cannot train rows of `seq_length` tokens on `size` ranks."""
         if seq_length < self.multiple_of(size):
             raise ValueError(
-                f"--seq-length {seq_length} is too short for --parallel_mode {self.name} on {size} ranks: "
+                f"seq_length {seq_length} is too short for seq_algo {self.name} on {size} ranks: "
                 f"use at least {self.multiple_of(size)} tokens"
             )
 

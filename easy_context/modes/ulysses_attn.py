@@ -50,7 +50,7 @@ def check_query_heads(heads: int, size: int) -> None:
     """Raise ValueError unless `size` ranks can share `heads` query heads evenly."""
     if heads % size:
         raise ValueError(
-            f"--parallel_mode ulysses_attn cannot split {heads} query heads over {size} ranks: use a number of ranks "
+            f"seq_algo ulysses_attn cannot split {heads} query heads over {size} ranks: use a number of ranks "
             f"that divides {heads}, or zigzag_ring_attn or dist_flash_attn, which take any"
         )
 

@@ -1,0 +1,64 @@
+"""The one record of what is patched, for everything that depends on it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from .engines import SelectKernel
+from .mesh import CurrentMesh
+from .modes import ParallelMode
+
+
+@dataclass
+class Patch:
+    """What was applied.
+
+    Attributes:
+        mode: how rows are split and attended to.
+        family: the patched model type.
+        mesh: the grid of ranks.
+        select_kernel: the kernel for a device, dtype and head_dim.
+        restore: undoes it.
+        layer_unchecked: a forward pass has begun, and none of its layers has been checked yet.
+    """
+
+    mode: ParallelMode
+    family: str
+    mesh: CurrentMesh
+    select_kernel: SelectKernel
+    restore: Callable[[], None]
+    layer_unchecked: bool = False
+
+
+_patch: Patch | None = None
+
+
+def current_patch() -> Patch:
+    """Return what is applied.
+
+    Raises:
+        RuntimeError: nothing is.
+    """
+    if _patch is None:
+        raise RuntimeError("no mode is applied: call apply_seq_parallel_monkey_patch first")
+    return _patch
+
+
+def applied_patch() -> Patch | None:
+    """Return what is applied, None if nothing is."""
+    return _patch
+
+
+def record_patch(patch: Patch | None) -> None:
+    """Keep `patch` as what is applied."""
+    global _patch
+    _patch = patch
+
+
+def group_sharing_rows_of(model: Any) -> dist.ProcessGroup | None:
+    """Return the ranks among which the patch splits the rows of a Hugging Face model; None where it splits none."""
+    if _patch is None or model.config.model_type != _patch.family or _patch.mesh.sequence_size == 1:
+        return None
+    return _patch.mesh.sequence_group
