@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import easy_context
 from easy_context.kernels import select_kernel
 from easy_context.loss import shift_labels
-from easy_context.mesh import Mesh
+from easy_context.mesh import CurrentMesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 97
@@ -81,11 +81,13 @@ def plain_step(model, ids: torch.Tensor, targets: torch.Tensor) -> StepResult:
     return StepResult(loss.item(), gradients_of(model), logits.detach())
 
 
-def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch.Tensor, fused=False) -> StepResult:
+def sharded_step(
+    mode: str, mesh: CurrentMesh, model, ids: torch.Tensor, targets: torch.Tensor, fused=False, counted=True
+) -> StepResult:
     """The same step on this rank's rows and shard, gradients averaged over all ranks as DeepSpeed and DDP do it.
 
     With `fused`, the model is one to which `apply_fused_loss` was applied; else the loss is Hugging Face's, which asks
-    for `labels` although it only reads `shift_labels`.
+    for `labels` although it only reads `shift_labels`. Without `counted` the model is not told the number of targets.
     """
     model.zero_grad()
     number_of_valid_targets = (targets != -100).sum()
@@ -98,7 +100,7 @@ def sharded_step(mode: str, mesh: Mesh, model, ids: torch.Tensor, targets: torch
         part["local_input_ids"],
         position_ids=part["local_position_ids"],
         shift_labels=part["local_target_ids"],
-        num_items_in_batch=number_of_valid_targets,
+        num_items_in_batch=number_of_valid_targets if counted else None,
         use_cache=False,
         **({} if fused else {"labels": part["local_target_ids"]}),
     )

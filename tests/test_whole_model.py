@@ -3,6 +3,7 @@
 Logits, loss and every gradient agree within 1e-5 relative norm in float32.
 """
 
+import copy
 import dataclasses
 
 import pytest
@@ -240,3 +241,108 @@ def test_a_sharded_evaluation_gives_the_loss_of_every_token(pool):
         for losses in pool.run(evaluate_as_documented, 2, mode, ids):
             assert losses.shape == ids.shape and (losses[:, -1] == 0).all()
             assert relative_error(losses[:, :-1].flatten(), expected) < TOLERANCE, mode
+
+
+def step_with_late_process_group(rank: int, world_size: int, mode: str, size: int | None, folder: str):
+    """The original README's order: the patch, the model, and only then the process group; twice."""
+    dist.destroy_process_group()
+    setting = Setting(mode, batch=4, fused=True, sequence_parallel_size=size)
+    with patched(mode, sequence_parallel_size=size) as mesh:
+        model = easy_context.apply_fused_loss(setting.model("sdpa"))
+        results = []
+        for number in range(2):
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{number}", rank=rank, world_size=world_size)
+            results.append(sharded_step(mode, mesh, model, *setting.rows(), fused=True))
+            dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_patch_may_come_before_the_process_group(pool, mode, tmp_path):
+    sizes = (None, 2) if mode in SPLITTING_MODES else (None,)
+    for size in sizes:
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        setting = Setting(mode, batch=4, fused=True)
+        for results in pool.run(step_with_late_process_group, 4, mode, size, str(folder)):
+            for result in results:
+                check_result(setting, result, setting.expected(), 4)
+
+
+def steps_in_worlds_of_another_size(rank: int, world_size: int, mode: str, folder: str) -> list[StepResult]:
+    """One patch and one model, in a group of all ranks, then of two, then alone."""
+    setting = Setting(mode, fused=True)
+    results = []
+    with patched(mode) as mesh:
+        model = easy_context.apply_fused_loss(setting.model("sdpa"))
+        results.append(sharded_step(mode, mesh, model, *setting.rows(), fused=True))
+        dist.destroy_process_group()
+        if rank < 2:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2)
+            results.append(sharded_step(mode, mesh, model, *setting.rows(), fused=True))
+            dist.destroy_process_group()
+        results.append(sharded_step(mode, mesh, model, *setting.rows(), fused=True))
+    return results
+
+
+def test_a_process_group_of_another_size_is_followed(pool, tmp_path):
+    setting = Setting("zigzag_ring_attn", fused=True)
+    for results in pool.run(steps_in_worlds_of_another_size, 4, setting.mode, str(tmp_path)):
+        for result in results:
+            check_result(setting, result, setting.expected(), len(results))
+
+
+def test_a_launched_process_that_forgot_the_process_group_is_refused(monkeypatch):
+    """It would attend within its shard. The message says what to call."""
+    model, (ids, _) = family_model("llama"), random_rows(1, 16)
+    with patched("dist_flash_attn") as mesh:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for call in (
+            lambda: model(ids[:, :8], use_cache=False),
+            lambda: mesh.sequence_rank,
+            lambda: easy_context.prepare_seq_parallel_inputs(
+                "dist_flash_attn", ids, torch.arange(16)[None], None, 1, 2, "cpu"
+            ),
+        ):
+            with pytest.raises(RuntimeError, match="(?s)WORLD_SIZE=2.*init_process_group"):
+                call()
+
+
+def test_a_size_that_does_not_divide_the_launched_processes_is_refused_at_once(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="sequence_parallel_size 3.*4"):
+        easy_context.apply_seq_parallel_monkey_patch("zigzag_ring_attn", sequence_parallel_size=3)
+
+
+def step_without_a_count(rank: int, world_size: int, mode: str, fused: bool, last_valid: int | None) -> StepResult:
+    setting = Setting(mode, last_valid=last_valid)
+    ids, targets = setting.rows()
+    with patched(mode) as mesh:
+        model = setting.model("sdpa")
+        if fused:
+            easy_context.apply_fused_loss(model)
+        return sharded_step(mode, mesh, model, ids, targets, fused=fused, counted=False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_without_a_count_the_loss_is_the_mean_over_the_group(pool, fused):
+    """Each rank used to divide by its own count; a rank without targets (last_valid=4) then changed all gradients."""
+    for mode in SPLITTING_MODES:
+        for last_valid in (None, 4, 0):
+            setting = Setting(mode, last_valid=last_valid, fused=True)  # no logits to compare
+            expected = plain_step(setting.model("eager"), *setting.rows()) if last_valid != 0 else None
+            for result in pool.run(step_without_a_count, 2, mode, fused, last_valid):
+                if expected is not None:
+                    check_result(setting, result, expected, 2)
+                else:
+                    assert result.loss == 0 and all((gradient == 0).all() for gradient in result.gradients.values())
+
+
+def test_a_copy_of_a_model_with_the_fused_loss_runs_on_its_own_weights():
+    ids, targets = random_rows(2, 20)
+    model = easy_context.apply_fused_loss(family_model("llama"))
+    copied = copy.deepcopy(model)
+    other = easy_context.apply_fused_loss(family_model("llama", seed=5))
+    copied.load_state_dict(other.state_dict())
+    assert torch.equal(copied(ids).logits, other(ids).logits)
+    assert torch.equal(copied(ids, shift_labels=targets).loss, other(ids, shift_labels=targets).loss)
