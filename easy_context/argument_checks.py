@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .errors import first_line, name_flags
+from .errors import first_line, name_flags, naming_flags
 from .rope import is_rope_base, set_rope_theta
 
 
@@ -171,6 +171,7 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
     return problems
 
 
+@naming_flags()
 def _check_engine(args: argparse.Namespace, config: Any) -> None:
     """Also of the kernel, on this machine; the library engine is imported only where it could run."""
     import torch

@@ -11,6 +11,7 @@ _FLAGS = {
     "sequence_parallel_size": "--sequence-parallel-size",
     "attn_kernel": "--attn-kernel",
     "attn_engine": "--attn-engine",
+    "keep_attention": "--keep-attention",
     "seq_length": "--seq-length",
     "rope_theta": "--rope-theta",
 }

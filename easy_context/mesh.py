@@ -102,7 +102,7 @@ def sequence_size(requested: int | None, processes: int, mode: str | None = None
     if size < 1 or processes % size:
         raise ValueError(
             f"sequence_parallel_size {size} must divide the number of processes, {processes}: launch a multiple of it "
-            f"or choose a divisor of {processes}"
+            f"(the launcher's --num_processes) or choose a divisor of {processes}"
         )
     return size
 

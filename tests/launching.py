@@ -1,5 +1,6 @@
-"""Starts the project's scripts as users do: in processes of their own, on CPUs, offline."""
+"""Starts the project's scripts as users do: in processes of their own, on CPUs, offline. Or makes it look so."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -36,3 +37,22 @@ def _as_a_user() -> dict[str, Any]:
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return {"cwd": REPOSITORY, "env": environment, "text": True, **pipes}
+
+
+@contextlib.contextmanager
+def launched(rank: int, world_size: int, port: str):
+    """The environment that torchrun makes, and Accelerate's singletons forgotten before and after."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    before = dict(os.environ)
+    if world_size > 1:
+        os.environ.update({name: str(value) for name, value in environment.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()

@@ -139,10 +139,10 @@ def test_names_spelled_out_for_help_are_the_real_ones():
 @pytest.mark.parametrize(
     "engine, mode, kernel, fragments",
     [
-        ("ring", "zigzag_ring_attn", "auto", ["--attn-engine 'ring'", "easy_context, library"]),
-        ("library", "dist_flash_attn", "auto", ["--parallel_mode dist_flash_attn", "zigzag_ring_attn or ulysses_attn"]),
-        ("library", "data_parallel", "auto", ["--parallel_mode data_parallel", "--attn-engine easy_context"]),
-        ("library", "ulysses_attn", "cudnn", ["--attn-kernel cudnn", "auto or flash_attn"]),
+        ("ring", "zigzag_ring_attn", "auto", ["attn_engine 'ring'", "easy_context, library"]),
+        ("library", "dist_flash_attn", "auto", ["seq_algo dist_flash_attn", "zigzag_ring_attn or ulysses_attn"]),
+        ("library", "data_parallel", "auto", ["seq_algo data_parallel", "attn_engine easy_context"]),
+        ("library", "ulysses_attn", "cudnn", ["attn_kernel cudnn", "auto or flash_attn"]),
     ],
 )
 def test_what_the_engine_lacks_is_refused(engine, mode, kernel, fragments):
@@ -176,7 +176,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch, miss
         with pytest.raises(ValueError) as error:
             get_engine("library", mode)
         monkeypatch.undo()
-    assert f"{install}" in str(error.value) and "--attn-engine library" in str(error.value)
+    assert f"{install}" in str(error.value) and "attn_engine library" in str(error.value)
 
 
 @pytest.mark.parametrize(

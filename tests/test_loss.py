@@ -292,6 +292,32 @@ def test_an_output_layer_that_is_not_plain_is_refused(head):
         easy_context.apply_fused_loss(model)
 
 
+class Adapter(torch.nn.Module):
+    """What LoRA puts in place of a target module: the module, and a product of two small matrices added to it."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + self.up(self.down(hidden))
+
+
+def test_an_adapter_put_on_the_head_afterwards_is_refused():
+    ids, targets = random_rows(1, 8)
+    model = easy_context.apply_fused_loss(family_model("llama"))
+    model.lm_head = Adapter(model.lm_head)
+    with pytest.raises(ValueError, match="(?s)lm_head has become a Adapter.*target_modules"):
+        model(ids, shift_labels=targets)
+    assert model(ids).logits.shape == (1, 8, VOCABULARY)  # without the loss it works as an adapter does
+
+
 def test_the_patched_head_is_saved_as_the_plain_one(tmp_path):
     model = family_model("llama")
     names = list(model.state_dict())

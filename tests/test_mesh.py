@@ -43,9 +43,9 @@ def test_consecutive_ranks_share_a_row(pool, world_size):
 
 
 def timeouts_of_new_groups(rank: int, world_size: int) -> list[datetime.timedelta]:
-    """Of the group that `build_mesh` makes, and of the one that the patch makes."""
+    """Of a mesh's group that is made at first use, and of the one that the patch makes."""
     timeout = datetime.timedelta(seconds=7777)
-    meshes = [build_mesh(2, timeout)]
+    meshes = [CurrentMesh(2, timeout)]
     with patched("zigzag_ring_attn", sequence_parallel_size=2, timeout=timeout) as mesh:
         meshes.append(mesh)
     return [mesh.sequence_group._get_backend(torch.device("cpu")).options._timeout for mesh in meshes]

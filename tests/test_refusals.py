@@ -5,12 +5,16 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from family_models import family_model, patched, random_rows
+from family_models import family_config, family_model, patched, random_rows
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import easy_context
-from easy_context.modes import MODES
+from easy_context.engines import check_engine
+from easy_context.errors import name_flags
+from easy_context.kernels import check_kernel
+from easy_context.modes import MODES, get_mode
+from easy_context.modes.ulysses_attn import check_query_heads
 
 LENGTH = 24
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
@@ -372,3 +376,30 @@ def test_rope_that_looks_at_the_longest_position_works_on_one_process():
     expected = run_forward(model).logits
     with patched("zigzag_ring_attn"):
         torch.testing.assert_close(run_forward(model).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_errors_name_arguments_and_scripts_put_their_flags_in_place():
+    """A caller from Python has no flags; a user of the scripts has no arguments."""
+    calls = {
+        "seq_algo 'zigzag'": lambda: easy_context.apply_seq_parallel_monkey_patch("zigzag"),
+        "attn_kernel 'fast'": lambda: easy_context.apply_seq_parallel_monkey_patch("data_parallel", attn_kernel="fast"),
+        "attn_engine 'fast'": lambda: easy_context.apply_seq_parallel_monkey_patch("data_parallel", attn_engine="fast"),
+        "attn_engine library": lambda: check_engine("library", "data_parallel", "auto"),
+        "sequence_parallel_size 2": lambda: easy_context.apply_seq_parallel_monkey_patch(
+            "data_parallel", sequence_parallel_size=2
+        ),
+        "attn_kernel cudnn": lambda: check_kernel("cudnn", torch.device("cpu"), torch.float32, 64),
+        "seq_algo ulysses_attn": lambda: check_query_heads(3, 2),
+        "seq_length 3": lambda: get_mode("zigzag_ring_attn").check(None, 3, 2),
+        "rope_theta 0": lambda: easy_context.set_rope_theta(family_config("llama"), 0, None),
+        "keep_attention 'tape'": lambda: easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
+            keep_attention="tape"
+        ),
+    }
+    for start, call in calls.items():
+        message = message_of(call)
+        assert message.startswith(start) and "--" not in message
+        argument, value = start.split()
+        flag = "--parallel_mode" if argument == "seq_algo" else f"--{argument.replace('_', '-')}"
+        assert name_flags(message).startswith(f"{flag} {value}")
+    assert name_flags("/data/seq_length/--seq-length my_seq_length") == "/data/seq_length/--seq-length my_seq_length"

@@ -89,7 +89,7 @@ def test_scaling_that_depends_on_the_window_is_not_changed_by_raising_it(rope_ty
     """Its cosines are computed from max_position_embeddings, so that another window would be another model."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope_type == "longrope" else {"factor": 2.0}
     config = LlamaConfig(**SMALL, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **factors})
-    with pytest.raises(ValueError, match=f"(?s){rope_type}.*64.*--seq-length"):
+    with pytest.raises(ValueError, match=f"(?s){rope_type}.*64.*seq_length"):
         set_rope_theta(config, None, 128)
     set_rope_theta(config, 1e5, 64)
     assert config.max_position_embeddings == 64
@@ -104,12 +104,12 @@ def test_every_positive_base_can_be_set(theta):
 
 @pytest.mark.parametrize("theta", [0, -1e4, float("nan"), float("inf")])
 def test_bases_that_cannot_be_set_are_refused(theta):
-    with pytest.raises(ValueError, match=f"--rope-theta {theta} must be positive and finite"):
+    with pytest.raises(ValueError, match=f"rope_theta {theta} must be positive and finite"):
         set_rope_theta(LlamaConfig(**SMALL), theta, None)
 
 
 def test_one_base_cannot_replace_a_base_for_each_layer_type():
     config = LlamaConfig(**SMALL)
     config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    with pytest.raises(ValueError, match="(?s)--rope-theta.*full_attention"):
+    with pytest.raises(ValueError, match="(?s)rope_theta.*full_attention"):
         set_rope_theta(config, 1e6, None)

@@ -1,18 +1,16 @@
 """The public functions: splitting and gathering rows, patching and unpatching. (What is refused: test_refusals.py.)"""
 
-import types
-
 import pytest
 import torch
 from family_models import FAMILIES, family_model, patched, random_rows
 from tensor_sizes import LargestTensor
-from torch.utils.data import DataLoader
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import easy_context
 from easy_context.huggingface import modeling_module
 from easy_context.loss import shift_labels
 from easy_context.modes import MODES, get_mode
+from easy_context.rows import checksum
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
@@ -121,7 +119,10 @@ def state_of_transformers() -> dict:
     state = {("registered", name): fn for name, fn in AttentionInterface._global_mapping.items()}
     state |= {("available", name): fn for name, fn in ALL_ATTENTION_FUNCTIONS.items()}
     for family in FAMILIES:
-        state |= {(family, name): value for name, value in vars(modeling_module(family)).items()}
+        module = modeling_module(family)
+        state |= {(family, name): value for name, value in vars(module).items()}
+        base = next(value for name, value in vars(module).items() if name == f"{family.title()}PreTrainedModel")
+        state |= {(family, "base", name): value for name, value in vars(base).items()}
     return state
 
 
@@ -202,28 +203,132 @@ def test_no_mask_of_the_size_of_the_row_squared_is_built():
         assert 0 < seen.largest < length * length
 
 
-def batches_of_rank(rank: int, world_size: int, mode: str, size: int | None) -> tuple[int, list]:
-    with patched(mode, sequence_parallel_size=size) as mesh:
-        loader = DataLoader([{"input_ids": torch.tensor([row] * 4)} for row in range(16)], batch_size=2)
-        loader = easy_context.prepare_dataloader(mode, loader, types.SimpleNamespace(device=torch.device("cpu")))
-        return mesh.data_rank, [batch["input_ids"][:, 0].tolist() for batch in loader]
+def other_rows(rank: int, world_size: int, mode: str, case: str) -> tuple[str, bool]:
+    """What a batch that differs on rank 1 says, and whether the next, right batch is split."""
+    ids, targets = random_rows(2, 40)
+    positions = torch.arange(40)[None]
+    right = {"input_ids": ids, "position_ids": positions, "target_ids": targets}
+    wrong = dict(right)
+    if rank == 1:
+        wrong |= {
+            "token": {"input_ids": ids + (torch.arange(40) == 17)},
+            "order of rows": {"input_ids": ids.flip(0), "target_ids": targets.flip(0)},
+            "order of tokens": {"input_ids": ids.roll(1, dims=1)},
+            "length": {name: tensor[:, :33] for name, tensor in right.items()},
+            "batch": {"input_ids": ids[:1], "target_ids": targets[:1]},
+            "target": {"target_ids": targets.index_fill(1, torch.tensor([39]), 1)},
+            "no targets": {"target_ids": None},
+            "positions": {"position_ids": positions + 1},
+        }[case]
+    with patched(mode) as mesh:
+        place = mesh.sequence_rank, mesh.sequence_size, "cpu"
+        with pytest.raises(ValueError) as error:
+            easy_context.prepare_seq_parallel_inputs(mode, **wrong, **dict(zip(PLACE, place, strict=True)))
+        unchecked = dict(zip(PLACE, place, strict=True)) | {"check_rows": False}
+        easy_context.prepare_seq_parallel_inputs(mode, **wrong, **unchecked)
+        part = easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, *place)
+        whole = easy_context.gather_seq_parallel_outputs(mode, part["local_input_ids"], length=40)
+    return str(error.value), torch.equal(whole, ids)
 
 
-def test_ranks_of_a_group_get_the_same_rows_and_other_groups_others(pool):
-    for mode, size in (
-        ("zigzag_ring_attn", 2),
-        ("ulysses_attn", None),
-        ("data_parallel", None),
-        ("dist_flash_attn", 1),
+PLACE = ("rank", "world_size", "device")
+DIFFERENCES = {
+    "token": "checksum of input_ids",
+    "order of rows": "checksum of input_ids",
+    "order of tokens": "checksum of input_ids",
+    "length": "shape of input_ids (2, 40) on rank 0, 2, (2, 33) on rank 1",
+    "batch": "shape of input_ids (2, 40) on rank 0, 2, (1, 40) on rank 1",
+    "target": "checksum of target_ids",
+    "no targets": "None on rank 1",
+    "positions": "checksum of position_ids",
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_rows_that_differ_within_a_group_are_noticed_on_every_rank(pool, case):
+    """They would be mixed into one, or end gloo with "Connection reset" where their lengths differ."""
+    for mode in SPLITTING_MODES:
+        answers = pool.run(other_rows, 3, mode, case)
+        assert all(answer == answers[0] for answer in answers)
+        message, next_is_right = answers[0]
+        assert next_is_right and DIFFERENCES[case] in message and "prepare_dataloader" in message, message
+
+
+def split_as_one_likes(rank: int, world_size: int) -> None:
+    """No collective where the patch does not split so: one rank alone may do this, and rows may differ."""
+    ids, _ = random_rows(1, 24, seed=rank)
+    positions = torch.arange(24)[None]
+    if rank == 0:
+        split("zigzag_ring_attn", ids, positions, None, 8)  # nothing is applied
+    for mode, size in (("zigzag_ring_attn", None), ("zigzag_ring_attn", 1), ("data_parallel", None)):
+        with patched(mode, sequence_parallel_size=size) as mesh:
+            if rank == 0:
+                split("ulysses_attn", ids, positions, None, world_size)
+                split("zigzag_ring_attn", ids, positions, None, 5)
+            if mesh.sequence_size == 1:
+                part = easy_context.prepare_seq_parallel_inputs(mode, ids, positions, None, 0, 1, "cpu")
+                assert torch.equal(part["local_input_ids"], ids)
+            else:
+                easy_context.prepare_seq_parallel_inputs(mode, ids, positions, None, 1 - rank, 2, "cpu")
+
+
+def test_other_splits_than_the_patchs_ask_no_other_rank(pool):
+    pool.run(split_as_one_likes, 2)
+
+
+def test_checksums_tell_rows_apart():
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 2, 1000, 40_000, 70_000):
+        ids = torch.randint(0, 50_000, (2, length), generator=generator)
+        seen = {checksum(ids)}
+        for place in range(0, length, max(1, length // 50)):
+            changed = ids.clone()
+            changed[1, place] += 1
+            seen.add(checksum(changed))
+            if place:
+                changed = ids.clone()
+                changed[:, [0, place]] = ids[:, [place, 0]]
+                seen.add(checksum(changed))
+        places = len(range(0, length, max(1, length // 50)))
+        assert len(seen) == 2 * places
+        assert checksum(ids.to(torch.int32)) == checksum(ids.clone()) == checksum(ids.t().contiguous().t())
+
+
+def test_gathering_for_another_mode_is_refused():
+    with patched("ulysses_attn"), pytest.raises(ValueError, match="(?s)zigzag_ring_attn.*ulysses_attn is applied"):
+        easy_context.gather_seq_parallel_outputs("zigzag_ring_attn", torch.zeros(1, 4))
+
+
+def test_the_original_packages_names_do_what_they_did():
+    ids, targets = random_rows(1, 16)
+    positions = torch.arange(16)[None]
+    for mode in SPLITTING_MODES:
+        prepare = getattr(easy_context, f"prepare_{mode}_inputs")
+        for rank in range(2):
+            actual = prepare(ids, positions, targets, rank, 2, "cpu")
+            expected = easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, rank, 2, "cpu", 1)
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        for family in ("llama", "mistral") if mode == "zigzag_ring_attn" else ("llama",):
+            before = modeling_module(family).ALL_ATTENTION_FUNCTIONS
+            getattr(easy_context, f"apply_{mode}_monkey_patch_{family}")()
+            assert modeling_module(family).ALL_ATTENTION_FUNCTIONS is not before and mode in ALL_ATTENTION_FUNCTIONS
+            easy_context.remove_seq_parallel_monkey_patch()
+    for mode in MODES:
+        easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, 0, 1, "cpu", ring_degree=1)
+
+
+def test_usp_says_that_it_is_not_there_yet():
+    for call in (
+        lambda: easy_context.apply_seq_parallel_monkey_patch("usp_attn", "llama"),
+        lambda: easy_context.prepare_usp_attn_inputs(None, None, None, 0, 1, "cpu", 1, 1),
+        easy_context.apply_usp_attn_monkey_patch_llama,
     ):
-        rows = {}
-        for data_rank, batches in pool.run(batches_of_rank, 4, mode, size):
-            assert rows.setdefault(data_rank, batches) == batches, (mode, size)
-        seen = sorted(row for batches in rows.values() for batch in batches for row in batch)
-        assert seen == list(range(16)), (mode, size)
-        assert len({len(batches) for batches in rows.values()}) == 1
+        with pytest.raises(ValueError, match="(?s)'usp_attn' is not there yet.*zigzag_ring_attn"):
+            call()
 
 
-def test_a_dataloader_for_another_mode_is_refused():
-    with patched("ulysses_attn"), pytest.raises(ValueError, match="(?s)zigzag_ring_attn.*ulysses_attn"):
-        easy_context.prepare_dataloader("zigzag_ring_attn", [], None)
+def test_every_public_name_is_there():
+    for name in easy_context.__all__:
+        assert callable(getattr(easy_context, name)), name
+    assert easy_context.__all__ == sorted(easy_context.__all__)

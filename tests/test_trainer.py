@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 from family_models import VOCABULARY, family_model, patched
-from launching import free_port
+from launching import free_port, launched
 from plain_attention import relative_error
 from worker_pool import WorkerPool
 
@@ -71,25 +71,6 @@ def pad_right(rows: list[dict]) -> dict[str, torch.Tensor]:
         batch["labels"].append(list(row["labels"]) + [IGNORE_INDEX] * padding)
         batch["attention_mask"].append([1] * real + [0] * padding)
     return {name: torch.tensor(values) for name, values in batch.items()}
-
-
-@contextlib.contextmanager
-def launched(rank: int, world_size: int, port: str):
-    """The environment that torchrun makes, and Accelerate's singletons forgotten before and after."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-    before = dict(os.environ)
-    if world_size > 1:
-        os.environ.update({name: str(value) for name, value in environment.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def make_trainer(folder: str, *bases: type, model=None, rows=9, eval_rows=None, collator=pad_right, **settings):
