@@ -49,7 +49,7 @@ TESTS = {
     "easy_context/tiled_mlp.py": "tiled_mlp",
     "easy_context/offload.py": "offload",
     "easy_context/sequence_parallel.py": "huggingface refusals sequence_parallel",
-    "easy_context/huggingface.py": "huggingface refusals",
+    "easy_context/huggingface.py": "huggingface refusals sequence_parallel",
     "easy_context/rope.py": "rope",
     "easy_context/liger.py": "liger",
     "easy_context/data.py": "data columns",
