@@ -14,6 +14,7 @@ import pytest
 from tokenizer_styles import tokenizer_of_style
 
 from easy_context.data_preparation.documents import DocumentTokenizer, TokenisedDocument
+from easy_context.data_preparation.input_files import describe_files, files_left_out, list_files
 from easy_context.data_preparation.packing import Segment, pack
 from easy_context.data_preparation.sampling import choose_validation, upsample_long_documents
 from easy_context.data_preparation.sources import Record, Source, _batch_rows, parse_source, read_source
@@ -149,6 +150,45 @@ def test_unusable_sources_are_refused(tmp_path, text, error, message):
     (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(error, match=message):
         parse_source(str(tmp_path / text))
+
+
+def test_what_is_not_read_of_a_folder_is_counted_by_kind(tmp_path):
+    from datasets import Dataset
+
+    names = ("a.txt", "sub/b.jsonl.gz", "README.md", "sub/readme.md", "SOURCES.md", "x.pdf", "sub/Y.PDF", "z.csv.gz")
+    for name in (*names, ".DS_Store", "sub/.DS_Store", "Makefile", "report.json", "state.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "state.json").rename(tmp_path / "sub" / "state.json")  # alone it is no saved dataset
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nothing")
+    (tmp_path / "linked").symlink_to(tmp_path / "sub")
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    files = list_files(tmp_path)
+    read_names = ["a.txt", "report.json", "sub/b.jsonl.gz", "sub/state.json"]
+    assert [file.relative_to(tmp_path).as_posix() for file in files] == read_names
+    left_out = files_left_out(tmp_path)
+    assert left_out == {
+        **{".pdf": 2, ".DS_Store": 2, ".csv.gz": 1, "without a suffix": 1, "broken links": 1, "links to folders": 1},
+        **{"README.md": 1, "readme.md": 1, "SOURCES.md": 1, "of saved datasets": 3},
+    }
+    every_file = [path for path in tmp_path.rglob("*") if path.is_symlink() or not path.is_dir()]
+    assert len(files) + sum(left_out.values()) == len(every_file)
+    assert files_left_out(tmp_path / "saved") == files_left_out(tmp_path / "a.txt") == {}
+    for path in files:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"no usable file below .* \(left out: of saved datasets 3, .*\.pdf 2"):
+        list_files(tmp_path)
+
+
+def test_many_kinds_are_named_in_short():
+    assert describe_files({f".{i:02}": 20 - i for i in range(20)}).endswith(".11 9, others 36")
+
+
+def test_a_text_of_another_encoding_is_a_bad_record(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Ça va".encode("latin-1"))
+    (record,) = read(tmp_path)
+    assert (record.location, record.data) == (f"{tmp_path / 'a.txt'}:1", None)
+    assert record.problem.startswith("not UTF-8")
 
 
 @pytest.mark.parametrize("text", ["", " ", "a=", "hub:", "a=hub:", "hub::c", "hub:a:b:c:d", "hub:a b"])

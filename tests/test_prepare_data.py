@@ -237,6 +237,52 @@ def test_source_too_small_to_hold_out_is_said(tokenizer_dir, inputs, tmp_path, c
     assert run(tokenizer_dir, tmp_path / "three", *flags, *both, *extra)["notes"] == []
 
 
+def test_an_output_in_an_input_folder_is_not_read_and_what_is_left_out_is_said(tokenizer_dir, inputs, tmp_path, capsys):
+    texts = tmp_path / "texts"
+    shutil.copytree(inputs, texts)
+    flags = ["--seq-length", 128, "--num-workers", 1, "--validation-fraction", 0.1]
+    before = run(tokenizer_dir, tmp_path / "a", "--input", texts, *flags)
+    assert before["notes"] == [] and before["sources"][0]["files_left_out"] == {}
+    assert before["sources"][0]["bad_records"] == 3
+    work = ["--work-dir", tmp_path / "work"]
+    run(tokenizer_dir, tmp_path / "b", "--input", inputs / "notes.jsonl", *flags, *work)
+    shutil.copytree(tmp_path / "b", texts / "b")
+    shutil.copytree(tmp_path / "work", texts / "work")
+    for name in ("scan.pdf", "b/more.pdf", "b/mine.csv", ".DS_Store", "README.md"):
+        (texts / name).touch()
+    capsys.readouterr()
+    after = run(tokenizer_dir, tmp_path / "c", "--input", texts, *flags)
+    (source,) = after["sources"]
+    assert (source["documents"], source["tokens"]) == tuple(before["sources"][0][x] for x in ("documents", "tokens"))
+    other, left_out = after["notes"]
+    assert other == "texts: 4 files of other kinds ignored: .pdf 2, .DS_Store 1, .csv 1"
+    own = sum(1 for folder in ("b", "work") for path in (tmp_path / folder).rglob("*") if path.is_file())
+    assert left_out == f"texts: {own + 1} files left out: of prepare_data.py {own}, README.md 1"
+    printed = capsys.readouterr().out
+    assert f"note: {other}\n" in printed and f"note: {left_out}\n" in printed
+    for folder in (texts / "b", texts / "work"):
+        with pytest.raises(ValueError, match="no usable file below .* .left out: .*of prepare_data.py"):
+            run(tokenizer_dir, tmp_path / "d", "--input", folder, *flags)
+
+
+def test_answers_that_the_template_rewrites_are_counted_and_said(tmp_path):
+    tokenizer = tokenizer_of_style("smollm2")
+    template = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }}<|im_end|>{% endfor %}"
+    folder = tmp_path / "tokenizer"
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    turns = [{"from": "human", "value": "A question?"}, {"from": "gpt", "value": "An answer."}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"conversations": turns * 3}) + "\n") * 40)
+    flags = ["--input", tmp_path / "chats.jsonl", "--seq-length", 64, "--num-workers", 2]
+    report = run(str(folder), tmp_path / "rows", *flags)
+    assert report["sources"][0]["answers_not_learned"] == 80
+    assert report["sources"][0]["documents"] == 40
+    (note,) = report["notes"]
+    assert note.startswith("chats: 80 answers of earlier turns are not learned, because the chat template")
+    learned = np.concatenate([row["labels"][row["labels"] != -100] for row in rows(tmp_path / "rows" / "train")])
+    assert set(tokenizer.decode(learned)) <= set("An answer.<|im_end|>") and len(learned) > 40
+
+
 def test_prompts_are_not_learned(tokenizer_dir, tmp_path):
     path = tmp_path / "pairs.jsonl"
     pairs = [{"prompt": f"What is {i} and {i}?", "response": f" It is {2 * i}."} for i in range(200)]

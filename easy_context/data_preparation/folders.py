@@ -61,6 +61,14 @@ def is_own(folder: Path) -> bool:
     return bool(files) and all(re.fullmatch(STORE_FILE, file) for file in files)
 
 
+def is_own_file(folder: Path, file: Path) -> bool:
+    """Whether `file`, which need not be below it, is one that prepare_data.py writes into a `folder` of its own."""
+    if not file.is_relative_to(folder):
+        return False
+    name = file.relative_to(folder).as_posix()
+    return name in (MARK, *RESULTS) or bool(OWN_FILE.fullmatch(name) or re.fullmatch(STORE_FILE, name))
+
+
 def check_folder(flag: str, folder: Path) -> None:
     """Refuse a folder that cannot be written or that holds what others wrote; changes nothing.
 

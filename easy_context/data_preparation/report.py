@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from easy_context.data_preparation.input_files import describe_files, files_left_out, is_other_kind
 from easy_context.data_preparation.planning import SplitPlan
 from easy_context.data_preparation.settings import Settings
 from easy_context.data_preparation.token_store import TokenStore
@@ -43,6 +44,23 @@ def _notes(settings: Settings, plans: dict[str, SplitPlan], uses: dict[str, list
     return notes + _upsampling_notes(settings, plans["train"])
 
 
+def _source_notes(source: dict[str, Any]) -> list[str]:
+    """Say what of a source is not learned or not read, from its part of the report."""
+    notes = []
+    if source["answers_not_learned"]:
+        notes.append(
+            f"{source['name']}: {source['answers_not_learned']:,} answers of earlier turns are not learned, because "
+            "the chat template writes them otherwise once another turn follows"
+        )
+    other = {kind: number for kind, number in source["files_left_out"].items() if is_other_kind(kind)}
+    if other:
+        notes.append(f"{source['name']}: {sum(other.values()):,} files of other kinds ignored: {describe_files(other)}")
+    rest = {kind: number for kind, number in source["files_left_out"].items() if not is_other_kind(kind)}
+    if rest:
+        notes.append(f"{source['name']}: {sum(rest.values()):,} files left out: {describe_files(rest)}")
+    return notes
+
+
 def _upsampling_notes(settings: Settings, plan: SplitPlan) -> list[str]:
     notes = []
     for source, drawn, tokens in zip(
@@ -76,20 +94,22 @@ def build_report(
     import datasets
     import transformers
 
-    names = [source.name for source in [*settings.sources, *settings.validation_sources]]
+    inputs = [*settings.sources, *settings.validation_sources]
     total = sum(int(store.lengths.sum()) for store in stores)
     train_total = sum(int(use.tokens.sum()) for use in uses["train"])
     sources = []
-    for number, (name, store) in enumerate(zip(names, stores, strict=True)):
+    for number, (source, store) in enumerate(zip(inputs, stores, strict=True)):
         lengths = store.lengths
         used = uses["train"][number]
         sources.append(
             {
-                "name": name,
+                "name": source.name,
                 "documents": len(lengths),
                 "tokens": int(lengths.sum()),
                 "share": round(float(lengths.sum()) / max(total, 1), 4),
                 "bad_records": store.problems,
+                "answers_not_learned": store.answers_left_out,
+                "files_left_out": {} if source.on_hub else files_left_out(Path(source.location)),
                 "length_percentiles": {str(p): int(np.percentile(lengths, p)) for p in PERCENTILES if len(lengths)},
                 "validation_documents": int(uses["validation"][number].times.sum()),
                 "train_document_uses": int(used.times.sum()),
@@ -111,7 +131,7 @@ def build_report(
     return {
         "sources": sources,
         "splits": splits,
-        "notes": _notes(settings, plans, uses),
+        "notes": [note for source in sources for note in _source_notes(source)] + _notes(settings, plans, uses),
         "settings": asdict(settings),
         "versions": versions,
     }

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from easy_context.data_preparation.input_files import list_files
 from easy_context.data_preparation.retrieval import RetrievalSettings
-from easy_context.data_preparation.sources import Source, list_files
+from easy_context.data_preparation.sources import Source
 
 TOKENS_VERSION = 3  # raised where the same records give other tokens or labels, so that old ones are not taken
 

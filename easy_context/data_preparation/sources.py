@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from easy_context.data_preparation.input_files import JSON_SUFFIXES, TEXT_SUFFIXES, file_suffix, list_files
+
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-TEXT_SUFFIXES = (".txt", ".text", ".md")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET_SUFFIXES = (".parquet",)
-SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 HUB_PREFIX = "hub:"
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 24  # most rows, and bytes of them, that are read of a table at once
 
@@ -67,36 +65,6 @@ def _default_name(location: str) -> str:
     if location.startswith(HUB_PREFIX):
         return re.sub(r"[^\w.-]+", "-", location.removeprefix(HUB_PREFIX))
     return re.sub(r"[^\w.-]+", "-", Path(location).resolve().name.split(".")[0]) or "source"
-
-
-def file_suffix(path: Path) -> str:
-    """Return the suffix that names the format, below a suffix of compression if there is one."""
-    return path.with_suffix("").suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
-
-
-def list_files(path: Path, flag: str = "--input") -> list[Path]:
-    """Return the files of a source in reading order; a dataset saved with `save_to_disk` is returned as its folder.
-
-    Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: an unsupported file type, a folder without a supported file, or a saved dataset of several splits.
-    """
-    supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
-    if not path.exists():
-        raise FileNotFoundError(f"{flag}: {path} does not exist; give a file, a folder or {HUB_PREFIX}DATASET")
-    if path.is_file():
-        if file_suffix(path) not in SUFFIXES:
-            raise ValueError(f"{flag}: {path} has an unsupported file type; {supported}")
-        return [path]
-    if (path / "state.json").exists():
-        return [path]
-    if (path / "dataset_dict.json").exists():
-        raise ValueError(f"{flag}: {path} holds several splits; name the folder of one, such as {path}/train")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file_suffix(file) in SUFFIXES)
-    files = [file for file in files if file.name.upper() not in ("README.MD", "SOURCES.MD")]
-    if not files:
-        raise ValueError(f"{flag}: no usable file below {path}; {supported}")
-    return files
 
 
 def read_source(
