@@ -73,6 +73,7 @@ def test_every_pass_without_upsampling_holds_every_token_once():
     plan = plan_of(stores, train_tokens=10 * SEQ_LENGTH * 20)
     a_pass = sum(store.lengths.sum() for store in stores) // SEQ_LENGTH
     assert plan.passes == -(-200 // a_pass)
+    assert plan.rows[:a_pass] == plan_of(stores).rows  # it is the last pass that is cut short
     for number in range(plan.passes - 1):
         rows = plan.rows[number * a_pass : (number + 1) * a_pass]
         times = [x for source, store in enumerate(stores) for x in times_of(rows, store, source)]
@@ -153,6 +154,12 @@ def test_poured_documents_are_in_no_order():
     numbers = np.array([segment.document for segment in filler])
     assert abs(np.corrcoef(numbers, np.arange(len(numbers)))[0, 1]) < 0.4
     assert mean_place([segment.source == 2 for segment in filler]) == pytest.approx(0.5, abs=0.2)
+
+
+def test_what_fills_no_row_is_not_always_the_shortest():
+    documents = [Segment(0, i, 0, 56 + i) for i in range(20)]  # the last of them, by length, are poured
+    rests = [pack(documents, SEQ_LENGTH, np.random.default_rng(seed)).rest for seed in range(20)]
+    assert len({segment.document for rest in rests for segment in rest}) > 3
 
 
 def test_equal_documents_share_rows_at_random():

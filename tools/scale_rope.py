@@ -3,10 +3,11 @@
     python tools/scale_rope.py HuggingFaceTB/SmolLM2-135M-Instruct models/start --type llama3 --factor 16
 
 `train.py --rope-theta` raises the base, which turns every frequency a little and costs a small model some of its short
-context until it has trained for a while. The types here leave the fast frequencies, which carry the near context, as
-they are and slow only those whose period is longer than what the model was trained on: `llama3` as Llama 3.1 does, and
-`yarn`, which also sharpens attention (https://arxiv.org/abs/2309.00071), by 0.1 ln(factor) + 1 or what
-`--attention-factor` says; 1 leaves it as it was. train.py keeps what it finds in the config.
+context until it has trained for a while. Two types here leave the fast frequencies, which carry the near context, as
+they are, slow those fully whose period is longer than what the model was trained on, and those between in part:
+`llama3` as Llama 3.1 does, and `yarn`, which also sharpens attention (https://arxiv.org/abs/2309.00071), by
+0.1 ln(factor) + 1 or what `--attention-factor` says; 1 leaves it as it was. `linear` slows all
+alike. train.py keeps what it finds in the config.
 """
 
 import argparse
