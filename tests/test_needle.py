@@ -495,6 +495,47 @@ def test_a_length_just_too_short_ends_with_a_message(model_folder, tmp_path, mon
         eval_needle.main([*arguments, "--min_context_length", short, "--max_context_length", short])
 
 
+def test_rows_go_through_the_model_together_up_to_batch_tokens(model_folder, tmp_path):
+    args = parse(model_folder, tmp_path)
+    (task,), builder, _ = eval_needle.prepare(args, load_config(model_folder))
+    shapes = []
+
+    class Recorder:
+        def predictions(self, input_ids, targets):
+            shapes.append(tuple(input_ids.shape))
+            return targets
+
+    for batch_tokens, rows in ((399, [1] * 5), (400, [2, 2, 1]), (599, [2, 2, 1]), (1000, [5]), (1, [1] * 5)):
+        shapes.clear()
+        record = cells.score_cell(Recorder(), builder, task, Cell("needle", 200, 0.5), 5, 0, batch_tokens)
+        assert shapes == [(count, 200) for count in rows]
+        assert record["accuracy"] == 1 and len({sample["answer"] for sample in record["samples"]}) == 5
+
+
+def test_a_summary_is_over_samples_and_over_their_items():
+    def record(length, depth, *samples):
+        return {
+            **{"task": "t", "length": length, "depth": depth},
+            "samples": [{"exact": all(items), "items": list(items)} for items in samples],
+        }
+
+    records = [
+        record(8, 0.0, (True, True, True), (True, False, False)),
+        record(8, 1.0, (False, False, False), (False, True, True)),
+        record(16, 0.0, (True, True, True)),
+    ]
+    summary = cells.summarize(records)["t"]
+    means = {
+        "all": {"accuracy": 2 / 5, "item_accuracy": 9 / 15, "samples": 5},
+        ("length", 8): {"accuracy": 1 / 4, "item_accuracy": 6 / 12, "samples": 4},
+        ("length", 16): {"accuracy": 1, "item_accuracy": 1, "samples": 1},
+        ("depth", 0.0): {"accuracy": 2 / 3, "item_accuracy": 7 / 9, "samples": 3},
+        ("depth", 1.0): {"accuracy": 0, "item_accuracy": 2 / 6, "samples": 2},
+    }
+    found = {(axis, value): mean for axis in ("length", "depth") for value, mean in summary.pop(f"by_{axis}").items()}
+    assert {"all": summary, **found} == means
+
+
 def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):
     journal = Journal(tmp_path / "cells.jsonl", {})
     sample = {"exact": True, "items": [True]}
