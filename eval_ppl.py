@@ -31,10 +31,10 @@ def documents_of(args: argparse.Namespace, name: str) -> Iterator:
     from easy_context.evaluation.documents import dataset_documents, text_documents
     from easy_context.evaluation.rows import load_rows, tokenized_documents
 
-    if args.tokenized:
+    if args.tokenized is not None:
         return tokenized_documents(load_rows(args.tokenized, args.split, args.subset), args.tokenized)
     tokenizer = load_tokenizer(name)
-    if args.text:
+    if args.text is not None:
         return text_documents(args.text, tokenizer)
     rows = load_rows(args.dataset, args.split, args.subset, "--dataset")
     return dataset_documents(rows, args.dataset, args.feature or "text", tokenizer)

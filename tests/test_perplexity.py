@@ -373,6 +373,8 @@ def test_grids_of_lengths():
     "arguments, message",
     [
         (["--text", "absent.txt"], "--text absent.txt: no such file"),
+        (["--tokenized", ""], "--tokenized : not a dataset"),
+        (["--dataset", ""], "--dataset : not a dataset"),
         (["--tokenized", "absent/folder/x"], "--tokenized absent/folder/x: not a dataset"),
         (
             ["--text", "TEXT", "--dataset-min-tokens", "99999"],

@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _check_document_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a flag that the source of the documents cannot honour."""
-    source = next(name for name in ("text", "dataset", "tokenized") if getattr(args, name))
+    source = next(name for name in ("text", "dataset", "tokenized") if getattr(args, name) is not None)
     for name, sources in (
         ("feature", ("dataset",)),
         ("subset", ("dataset", "tokenized")),
