@@ -14,15 +14,7 @@ import pytest
 from launching import REPOSITORY, free_port, run_python
 from tiny_models import save_tiny_llama
 
-ACCELERATE = [
-    "-m",
-    "accelerate.commands.launch",
-    "--num_processes",
-    "2",
-    "--main_process_port",
-    "PORT",
-    "--config_file",
-]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--main_process_port", "PORT", "--num_processes", "2"]
 LAUNCHERS = {
     "none": [],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
