@@ -103,6 +103,17 @@ def test_an_answer_is_right_exactly_when_greedy_decoding_writes_it(scorer, model
         assert outcome["tokens"] == len(row.ids) and outcome["places"] == list(row.places)
 
 
+def test_predictions_are_where_targets_are(scorer):
+    ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    targets = torch.full_like(ids, -100)
+    targets[0, 7], targets[1, 39] = 1, 2
+    logits = tiny_llama()(ids).logits
+    expected = torch.full_like(ids, -100)
+    for place in ((0, 7), (1, 39)):
+        expected[place] = logits[place].argmax()
+    assert torch.equal(scorer.predictions(ids, targets), expected)
+
+
 class OneWrong:
     """Predicts everything right but one token of the answer of each row: of row i the i-th."""
 

@@ -15,6 +15,7 @@ from tokenizer_styles import tokenizer_of_style
 
 import eval_ppl
 import plot
+from easy_context import loss
 from easy_context.evaluation import documents, perplexity, results, rows
 from easy_context.evaluation.arguments import context_lengths
 from easy_context.evaluation.loading import load_config, load_scorer
@@ -86,6 +87,7 @@ def test_ranges_of_positions_add_up_to_the_whole():
             assert ranges[8, 16].loss == pytest.approx(losses[7 : min(15, length - 1)].double().sum().item())
     assert perplexity.position_edges(4, 20) == [0, 4, 8, 16, 20]
     assert perplexity.position_edges(4096, 512) == [0, 512]
+    assert perplexity.position_edges(8, 64) == [0, 8, 16, 32, 64]
 
 
 def test_sums_over_millions_of_tokens_are_exact():
@@ -150,6 +152,38 @@ def test_sliding_window_scores_every_token_once_with_the_context_it_should(score
         scored += 1
     assert total.tokens == scored == length - 1
     assert total.loss == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_sums_of_windows_are_float64():
+    losses = 3 + torch.rand(100_000, generator=torch.Generator().manual_seed(0))  # float32, as from a model
+    ids = torch.arange(len(losses))  # each token's place, by which its loss is found
+    targets = ids.clone()
+    targets[-1] = -100
+
+    def token_losses(input_ids, wanted):
+        return losses[input_ids].where(wanted != -100, 0)
+
+    for window, stride in ((100_000, 100_000), (60_000, 30_000)):
+        total = perplexity.sliding_window(token_losses, ids, targets, window, stride)
+        assert total.tokens == len(losses) - 1
+        assert total.loss == pytest.approx(math.fsum(losses[:-1].double().tolist()), rel=1e-11)
+
+
+@pytest.mark.parametrize("frugal, rows", [(False, 1024), (True, 256)])
+def test_only_so_many_logits_exist_at_once(model_folder, monkeypatch, frugal, rows):
+    args = eval_ppl.parse_arguments(["-m", model_folder, "--text", "x", "--output-file", f"{model_folder}/x.csv"])
+    shapes = []
+    logits_of = loss._logits
+
+    def recorded(hidden, weight):
+        shapes.append(len(hidden))
+        return logits_of(hidden, weight)
+
+    monkeypatch.setattr(loss, "_logits", recorded)
+    ids = random_ids(2500)
+    with load_scorer(model_folder, load_config(model_folder), args, torch.device("cpu"), frugal) as loaded:
+        loaded.token_losses(ids[None], documents.targets_of(document(ids))[None])
+    assert max(shapes) == rows and sum(shapes) == 2500
 
 
 def two_process_run(rank, world_size, arguments, output):
