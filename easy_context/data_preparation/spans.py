@@ -50,7 +50,8 @@ class SpanEncoder:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self._added_ids = list(tokenizer.get_added_vocab().values())
+        self._says_offsets = getattr(tokenizer, "is_fast", False)
+        self._added_ids = list(tokenizer.get_added_vocab().values()) if self._says_offsets else []
 
     def encode(self, text: str, spans: Sequence[Span] = (), continues: bool = False) -> tuple[list[int], np.ndarray]:
         """Encode a text and mark the tokens of spans.
@@ -74,7 +75,7 @@ class SpanEncoder:
         _check_unicode(text)
         cuts: list[int] = []
         while True:
-            pieces = self._pieces(text, cuts, continues, bool(spans) and self.tokenizer.is_fast)
+            pieces = self._pieces(text, cuts, continues, bool(spans) and self._says_offsets)
             crossed = [span.start for span in spans if self._first_token(pieces, span) is None]
             if not crossed:
                 break
@@ -143,7 +144,8 @@ class SpanEncoder:
         return self._encode(text)["input_ids"]
 
     def _encode(self, text: str, offsets: bool = False) -> dict[str, list]:
-        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+        asked = {"return_offsets_mapping": True} if offsets else {}  # slow tokenizers may not know the word
+        return self.tokenizer(text, add_special_tokens=False, verbose=False, **asked)
 
 
 def _check_unicode(text: str) -> None:
