@@ -44,13 +44,6 @@ def modeling_module(model_type: str) -> Any:
     return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
-def is_rebound(model_type: str) -> bool:
-    """Return whether models of this family attend through a patch now."""
-    if model_type not in SUPPORTED_MODELS:
-        return False
-    return isinstance(modeling_module(model_type).ALL_ATTENTION_FUNCTIONS, _OneAttentionFunction)
-
-
 def head_dim(config: Any) -> int:
     """Width of an attention head, which not every config names."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

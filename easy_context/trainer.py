@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 
 from .columns import apply_columns, kind_of
-from .huggingface import is_rebound
 from .loss import IGNORE_INDEX, shift_labels
 from .mesh import CurrentMesh
 from .patch import current_patch
@@ -233,7 +232,7 @@ def _refuse_settings(trainer: Any) -> None:
     one_count = args.average_tokens_across_devices or args.world_size == 1
     whole_logits = "no rank has the logits of whole rows; evaluation gives eval_loss"
     refused = (
-        (not is_rebound(family), f"the model: call apply_seq_parallel_monkey_patch(mode, {family!r})"),
+        (family != current_patch().family, f"the model: call apply_seq_parallel_monkey_patch(mode, {family!r})"),
         (args.label_smoothing_factor, "label_smoothing_factor: the fused loss has none, set 0"),
         (trainer.compute_loss_func, "compute_loss_func: the loss is the cross-entropy of split rows"),
         (trainer.compute_metrics, f"compute_metrics: {whole_logits}"),

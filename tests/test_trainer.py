@@ -319,6 +319,24 @@ def test_ranks_of_a_group_get_the_same_rows_and_other_groups_others(pool, tmp_pa
             assert rows == list(range(16)), kind
 
 
+def collate_by_chance(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """A collator that cuts rows anywhere, by this process's random state."""
+    start = int(torch.randint(0, 4, ()))
+    return pad_right([{name: row[name][start:] for name in ("input_ids", "labels")} for row in rows])
+
+
+def train_on_rows_that_differ(rank: int, world_size: int, folder: str, port: str):
+    with launched(rank, world_size, port), patched("zigzag_ring_attn"):
+        trainer = make_split_trainer(folder, collator=collate_by_chance)
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match="different rows"):
+            trainer.train()
+
+
+def test_a_collator_that_gives_the_ranks_of_a_group_other_rows_is_noticed(pool, tmp_path):
+    pool.run(train_on_rows_that_differ, 2, str(tmp_path), free_port(), timeout=300)
+
+
 def train_plain_trainer_under_a_patch(rank: int, world_size: int, folder: str, port: str):
     with launched(rank, world_size, port), patched("zigzag_ring_attn"):
         trainer = make_trainer(folder)

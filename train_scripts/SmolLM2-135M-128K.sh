@@ -22,7 +22,7 @@
 #   STAGES    length of rows : steps : learning rate         (65536:100:3e-4 131072:50:2e-4)
 #             not tried yet: FACTOR=32 and one stage more, to 256K, STAGES="65536:100:3e-4 131072:50:2e-4 262144:12:1e-4"
 #   FACTS RETRIEVAL TEXT_LABELS                              the retrieval rows, see prepare_data.py --help
-#   SAMPLES   needle prompts for each length and depth       (2)
+#   SAMPLES   needle prompts for each length and depth       (4)
 #   PYTHON    interpreter                                    (.venv/bin/python if it is there)
 set -euo pipefail -f # no file names come from patterns here
 cd "$(dirname "$0")/.."
@@ -38,7 +38,7 @@ STAGES=${STAGES:-"65536:100:3e-4 131072:50:2e-4"}
 FACTS=${FACTS:-2}
 RETRIEVAL=${RETRIEVAL:-0.5}
 TEXT_LABELS=${TEXT_LABELS:-0.1}
-SAMPLES=${SAMPLES:-2}
+SAMPLES=${SAMPLES:-4}
 case ${DRY_RUN:-0} in 0 | no | false) DRY_RUN=0 ;; *) DRY_RUN=1 ;; esac
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 
@@ -184,6 +184,14 @@ train() { # FROM LENGTH STEPS LEARNING_RATE SETTINGS
     finish "train-$2" "$5"
 }
 
+needle() { # NAME FINAL LENGTH SETTINGS FLAGS...
+    finished "$1" "$4 SAMPLES=$SAMPLES" && return
+    run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$2" --min_context_length "$(($3 / 8))" --max_context_length "$3" \
+        --context_interval "$(($3 / 8))" --num_samples "$SAMPLES" --output_dir "$OUTPUT/$1" "${@:5}"
+    run "$PYTHON" plot.py needle "$OUTPUT/$1/cells.jsonl" --output "$OUTPUT/$1.png"
+    finish "$1" "$4 SAMPLES=$SAMPLES"
+}
+
 evaluate() { # FINAL LENGTH SETTINGS
     if ! finished perplexity "$3"; then
         run "${EVAL_LAUNCH[@]}" eval_ppl.py --model "$MODEL" --model "$1" --text data/haystack/emma.txt \
@@ -191,12 +199,8 @@ evaluate() { # FINAL LENGTH SETTINGS
         run "$PYTHON" plot.py perplexity "$OUTPUT/perplexity.csv" --output "$OUTPUT/perplexity.png"
         finish perplexity "$3"
     fi
-    if ! finished needle "$3 SAMPLES=$SAMPLES"; then
-        run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$1" --min_context_length "$(($2 / 16))" --max_context_length "$2" \
-            --context_interval "$(($2 / 16))" --depth_interval 0.1 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle"
-        run "$PYTHON" plot.py needle "$OUTPUT/needle/cells.jsonl" --output "$OUTPUT/needle.png"
-        finish needle "$3 SAMPLES=$SAMPLES"
-    fi
+    needle needle "$1" "$2" "$3" --depth_interval 0.1
+    needle needle-distractors "$1" "$2" "$3" --depth_interval 0.25 --num_distractor 8
     if ! finished needle-original "MODEL=$MODEL SAMPLES=$SAMPLES"; then
         run "${EVAL_LAUNCH[@]}" eval_needle.py --model "$MODEL" --min_context_length 4096 --max_context_length 32768 \
             --depth_interval 0.25 --num_samples "$SAMPLES" --output_dir "$OUTPUT/needle-original"

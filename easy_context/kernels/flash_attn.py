@@ -10,6 +10,7 @@ class FlashAttnKernel(AttentionKernel):
     """`flash_attn.flash_attn_interface` of flash-attn 2.7 and newer (arXiv 2307.08691)."""
 
     name = "flash_attn"
+    max_elements = 2**31 - 1  # as PyTorch's copy of it, see torch_flash.py
 
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):
