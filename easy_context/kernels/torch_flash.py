@@ -12,7 +12,7 @@ class TorchFlashKernel(AttentionKernel):
     """`aten::_scaled_dot_product_flash_attention` (arXiv 2307.08691), which lays tensors out heads first."""
 
     name = "torch_flash"
-    # Its backward writes outside its tensors for many short rows beyond (seen with torch 2.11: 2064 rows of 256 tokens).
+    # Beyond, its backward writes outside its tensors (seen with torch 2.11 on 2064 rows of 256 tokens).
     max_elements = 2**31 - 1
 
     def unsupported_reason(self, device, dtype, head_dim):
