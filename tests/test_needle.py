@@ -18,6 +18,7 @@ from easy_context.evaluation.journal import Cell, Journal, model_fingerprint, to
 from easy_context.evaluation.loading import check_parallelism, load_config, load_scorer
 from easy_context.evaluation.needle import NeedleTask
 from easy_context.evaluation.prompts import ContextTooShort, PromptBuilder, Row
+from easy_context.evaluation.scorer import Scorer
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.mesh import Mesh
 
@@ -112,6 +113,13 @@ def test_predictions_are_where_targets_are(scorer):
     for place in ((0, 7), (1, 39)):
         expected[place] = logits[place].argmax()
     assert torch.equal(scorer.predictions(ids, targets), expected)
+
+
+def test_one_process_of_all_writes():
+    places = [(data, sequence) for data in range(2) for sequence in range(2)]
+    meshes = [Mesh(sequence_rank=sequence, sequence_size=2, data_rank=data, data_size=2) for data, sequence in places]
+    writers = [Scorer(tiny_llama(), "zigzag_ring_attn", mesh, torch.device("cpu")).is_first_rank for mesh in meshes]
+    assert writers == [True, False, False, False]
 
 
 class OneWrong:
