@@ -109,16 +109,34 @@ def test_every_question_stands_behind_its_fact(length):
     assert together > 5
 
 
-def test_questions_at_one_place_are_not_in_the_order_of_their_facts():
+def test_questions_at_one_place_are_not_in_the_order_in_which_facts_were_drawn():
+    """Else the fact at the start of a row would always be asked for first."""
     tokenizer = tokenizer_of_style("bytes")
-    orders = []
+    first, rows = 0, 0
+    for seed in range(40):
+        new, facts, inserts = write(tokenizer, row_of(tokenizer, 4000), seed, facts_per_thousand=3.0)
+        asked = [text_of(tokenizer, x.ids) for x in inserts if x.place == new.text_tokens and x.learn.any()]
+        places = [place for place, text in enumerate(asked) if text.startswith(facts[0].question)]
+        if places and len(asked) > 3:
+            rows, first = rows + 1, first + (places == [0])
+    assert rows > 8 and first < 0.6 * rows  # one of four or more is to be expected
+
+
+def test_questions_within_the_text_are_far_behind_their_facts():
+    """Anywhere between fact and end: not right behind the fact, which would ask for little looking back."""
+    tokenizer = tokenizer_of_style("bytes")
+    shares = []
     for seed in range(20):
-        new, facts, _ = write(tokenizer, row_of(tokenizer, 4000), seed, facts_per_thousand=3.0)
-        whole = text_of(tokenizer, new.ids)
-        places = sorted(facts, key=lambda fact: whole.find(fact.statement))
-        asked = [whole.find(fact.question + fact.answer) for fact in places]
-        orders.append(np.corrcoef(np.argsort(np.argsort(asked)), np.arange(len(asked)))[0, 1])
-    assert np.mean(orders) < 0.75  # 1 if sorted; a question behind its fact makes it positive
+        new, facts, inserts = write(tokenizer, row_of(tokenizer, 8000), seed, facts_per_thousand=2.0)
+        told = {text_of(tokenizer, x.ids): x.place for x in inserts if not x.learn.any()}
+        asked = {text_of(tokenizer, x.ids): x.place for x in inserts if x.learn.any()}
+        for fact in facts:
+            place, behind = told[fact.statement], asked[fact.question + fact.answer + fact.after]
+            if behind < new.text_tokens and place < 0.9 * new.text_tokens:
+                shares.append((behind - place) / (new.text_tokens - place))
+    assert len(shares) > 60
+    assert 0.4 < np.mean(shares) < 0.65
+    assert np.mean(np.array(shares) < 0.05) < 0.2
 
 
 def test_places_of_facts_are_spread_evenly():

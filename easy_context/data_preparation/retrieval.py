@@ -159,7 +159,7 @@ class RetrievalWriter:
             asked = len(text)
             if not at_end:
                 asked = self._next_end(text, ends, int(rng.integers(place, len(text) + 1)), reach)
-            inserts += [_Insert(place, *statement), _Insert(max(place, asked), *question)]
+            inserts += [_Insert(place, *statement), _Insert(asked, *question)]
         return _ordered(rng, inserts)
 
     def _next_end(self, text: np.ndarray, ends: np.ndarray, place: int, reach: int) -> int:
