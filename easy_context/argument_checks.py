@@ -79,9 +79,9 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
 
 
 def _output_problems(args: argparse.Namespace) -> list[str]:
+    from .checkpoint_files import MANIFEST
     from .checkpoints import is_finished
     from .files import nearest_existing, probe_folder
-    from .resuming import MANIFEST
 
     if not args.output_dir.strip():
         return ["--output-dir is empty: name a folder"]

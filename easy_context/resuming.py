@@ -5,11 +5,8 @@ the first process all of them. The rows of a step are a function of the step alo
 """
 
 import contextlib
-import hashlib
 import json
 import logging
-import os
-import re
 import shutil
 import time
 from argparse import Namespace
@@ -20,15 +17,23 @@ import torch
 import torch.distributed as dist
 
 from .arguments import refusal
+from .checkpoint_files import (
+    FORMAT,
+    MANIFEST,
+    PARTIAL,
+    damage,
+    file_of,
+    finish,
+    newest_first,
+    read,
+    write_own,
+)
 from .checkpoints import MODEL_CONFIG
 from .errors import first_line
 from .zero_shares import load_shares, shares
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-PARTIAL = ".saving-checkpoint"
-FORMAT = 1
 # Another value of one of these gives other weights. Modes, kernels and what is kept where do not.
 SETTINGS = (
     "model",
@@ -99,7 +104,7 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
         problem, entry = None, None
         try:
-            entry = _write_own(partial / _file_of(self._accelerator.process_index), self._state())
+            entry = write_own(partial / file_of(self._accelerator.process_index), self._state())
         except (OSError, RuntimeError) as error:  # torch.save gives a RuntimeError when the disk is full
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -107,7 +112,7 @@ class Checkpoints:
         problem, files = self._collect(problem, entry)
         if main and problem is None:
             try:
-                _finish(self._folder, step, {"files": files, "settings": self._settings} | self._versions())
+                finish(self._folder, step, {"files": files, "settings": self._settings} | self._versions())
                 self._remove_old()
             except OSError as error:
                 problem = first_line(error)
@@ -158,14 +163,14 @@ class Checkpoints:
             return []
         config = self._folder / MODEL_CONFIG
         finished = config.stat().st_mtime if config.exists() else 0.0
-        found = [[folder for folder in _newest_first(self._folder) if folder.stat().st_mtime > finished]]
+        found = [[folder for folder in newest_first(self._folder) if folder.stat().st_mtime > finished]]
         if self._accelerator.num_processes > 1:
             dist.broadcast_object_list(found, src=0, device=self._accelerator.device)
         return found[0]
 
     def _set_aside(self, step: int) -> None:
         """Move checkpoints of later steps, damaged or of an earlier run, where no run takes them for its own."""
-        later = [folder for folder in _newest_first(self._folder) if int(folder.name.split("-")[1]) > step]
+        later = [folder for folder in newest_first(self._folder) if int(folder.name.split("-")[1]) > step]
         if not later:
             return
         number = 1
@@ -180,25 +185,11 @@ class Checkpoints:
         """What is wrong with a checkpoint, as any process sees it (each reads its own file), and its manifest."""
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            problem = self._damage(folder, manifest)
+            problem = damage(folder, manifest, self._accelerator.process_index, self._accelerator.num_processes)
         except (OSError, ValueError, KeyError, TypeError) as error:
             manifest, problem = {}, f"its {MANIFEST} cannot be read ({first_line(error)})"
         problem, _ = self._collect(problem, None)
         return problem, manifest
-
-    def _damage(self, folder: Path, manifest: dict[str, Any]) -> str | None:
-        if manifest["format"] != FORMAT:
-            return f"format {manifest['format']} is not {FORMAT}"
-        for name, entry in manifest["files"].items():
-            size = (folder / name).stat().st_size if (folder / name).exists() else None
-            if size != entry["size"]:
-                return f"{name} has {size} bytes and should have {entry['size']}"
-        # The processes share the reading out between them.
-        for name in sorted(manifest["files"])[self._accelerator.process_index :: self._accelerator.num_processes]:
-            with open(folder / name, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:
-                    return f"{name} is damaged: its checksum is another"
-        return None
 
     def _refuse_other_settings(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = manifest["settings"]
@@ -232,12 +223,12 @@ class Checkpoints:
         """Load a checkpoint that so many processes saved."""
         rank = self._accelerator.process_index
         if self._sharded:
-            load_shares(self._model.optimizer, self._model.module, lambda n: _read(folder, n)["zero"], processes, rank)
+            load_shares(self._model.optimizer, self._model.module, lambda n: read(folder, n)["zero"], processes, rank)
         else:
-            whole = _read(folder, 0)
+            whole = read(folder, 0)
             self._accelerator.unwrap_model(self._model).load_state_dict(whole["model"])
             self._optimizer.load_state_dict(whole["optimizer"])
-        own = _read(folder, rank if rank < processes else 0)
+        own = read(folder, rank if rank < processes else 0)
         self._scheduler.load_state_dict(own["scheduler"])
         torch.set_rng_state(own["random"]["cpu"])
         if "cuda" in own["random"] and self._accelerator.device.type == "cuda":
@@ -271,7 +262,7 @@ class Checkpoints:
         return bool(tensor)
 
     def _remove_old(self) -> None:
-        for old in _newest_first(self._folder)[self._args.keep_last :]:
+        for old in newest_first(self._folder)[self._args.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -282,51 +273,3 @@ def settings_of(args: Namespace, data_size: int, rows: int) -> dict[str, Any]:
     if args.lr_scheduler != "constant":
         settings["max_train_steps"] = args.max_train_steps
     return settings
-
-
-def _file_of(process: int) -> str:
-    return f"rank-{process:05d}.pt"
-
-
-def _read(folder: Path, process: int) -> dict[str, Any]:
-    """Return what one process saved; tensors are read when they are used."""
-    return torch.load(folder / _file_of(process), map_location="cpu", weights_only=True, mmap=True)
-
-
-def _write_own(path: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Write one process's file through to the disk; return its entry of the manifest."""
-    torch.save(state, path)
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {path.name: {"size": path.stat().st_size, "sha256": digest}}
-
-
-def _finish(folder: Path, step: int, manifest: dict[str, Any]) -> None:
-    """Write the manifest and give the folder its name: from then on the checkpoint exists."""
-    partial, target = folder / PARTIAL, folder / f"checkpoint-{step}"
-    with open(partial / MANIFEST, "w") as file:
-        json.dump({"step": step} | manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(partial)
-    if target.exists():  # damaged, or a run with --resume none came by again
-        shutil.rmtree(target)
-    partial.rename(target)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    steps = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
-
-
-_NAME = re.compile(r"checkpoint-(\d+)")

@@ -647,3 +647,11 @@ def test_tokenizer_that_cannot_be_loaded_is_named(inputs, tmp_path, content):
     with pytest.raises(ValueError, match=f"--tokenizer {folder}: cannot be loaded; give a folder"):
         run(str(folder), tmp_path / "rows", *flags)
     assert not (tmp_path / "rows").exists()
+
+
+def test_flags_are_not_abbreviated(capsys):
+    from easy_context.data_preparation.arguments import build_parser
+
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--inp", "x", "--tokenizer", "t", "--output-dir", "o", "--seq-length", "8"])
+    assert "--inp" in capsys.readouterr().err

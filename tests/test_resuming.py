@@ -216,7 +216,7 @@ def test_overwriting_a_finished_run_starts_anew_and_goes_on_with_itself(train):
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path, monkeypatch, caplog):
     from easy_context import resuming
 
-    write = resuming._write_own
+    write = resuming.write_own
 
     def write_or_fail(path, state):
         if not (tmp_path / "full" / "checkpoint-2").exists() or (tmp_path / "full" / "checkpoint-5").exists():
@@ -225,7 +225,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path
         (tmp_path / "full" / "checkpoint-5").mkdir()  # the disk is full once
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resuming, "_write_own", write_or_fail)
+    monkeypatch.setattr(resuming, "write_own", write_or_fail)
     full = train("full", "--save-every", "2", "--keep-last", "9")
     assert "checkpoint of step 4 could not be saved ([Errno 28] No space left" in caplog.text
     assert checkpoints_in(full) == ["checkpoint-2", "checkpoint-5", "checkpoint-6"], "nothing half is left"

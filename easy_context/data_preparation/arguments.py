@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="prepare_data.py",
         description="Tokenise documents and pack them into rows of one length, saved with save_to_disk.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     _add_input_flags(parser.add_argument_group("input"))
     _add_row_flags(parser.add_argument_group("rows"))
