@@ -1,5 +1,6 @@
 """The tokenising processes: the same documents as one process, in order, and an end that nothing can hold up."""
 
+import functools
 import multiprocessing
 import os
 import random
@@ -35,6 +36,16 @@ def in_a_process(function):
     process.join()
     assert not hung, "does not end"
     assert process.exitcode == 0
+
+
+def apart(test):
+    """Run a test in a process that has no children but the test's own: the session's pool of workers has some."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        in_a_process(functools.partial(test, *args, **kwargs))
+
+    return run
 
 
 def assert_no_children():
@@ -82,6 +93,7 @@ def test_interrupted_by_a_signal_at_any_moment_all_workers_end():
 
 
 @pytest.mark.parametrize("moment", ["with a batch", "idle"])
+@apart
 def test_a_worker_that_dies_is_said_and_the_others_end(moment):
     def records():
         for number, record in enumerate(LARGE):
@@ -97,6 +109,7 @@ def test_a_worker_that_dies_is_said_and_the_others_end(moment):
     assert_no_children()
 
 
+@apart
 def test_any_number_of_workers_gives_the_documents_in_order():
     rng = random.Random(0)
     records = [Record(f"f:{i}", {"text": "number " * rng.choice([1, 30, 60_000])}) for i in range(60)]
@@ -108,6 +121,7 @@ def test_any_number_of_workers_gives_the_documents_in_order():
     assert_no_children()
 
 
+@apart
 def test_no_records_need_no_documents():
     assert list(tokenise(iter([]), count, workers=2)) == []
     assert_no_children()
