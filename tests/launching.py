@@ -56,3 +56,28 @@ def launched(rank: int, world_size: int, port: str):
         os.environ.update(before)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def train_here(*flags: str) -> None:
+    """Run train.main() in this process, one rank without a launcher, and undo all that it patched."""
+    from unittest import mock
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    import train
+    from easy_context import (
+        remove_seq_parallel_monkey_patch,
+        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
+    )
+
+    launcher_or_key = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "WANDB_MODE")
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "argv", ["train.py", *flags]):
+        for variable in launcher_or_key:
+            os.environ.pop(variable, None)
+        try:
+            train.main()
+        finally:
+            remove_seq_parallel_monkey_patch()
+            remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()

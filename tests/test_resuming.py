@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import free_port, run_python
+from launching import free_port, run_python, train_here
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, save_tiny_llama
 
@@ -41,17 +40,8 @@ def flags_of(assets: Path, output_dir: Path) -> list[str]:
 @pytest.fixture
 def train(assets, tmp_path, monkeypatch):
     """`train(name, flags..., die_at=N)`: run train.main() into a folder; it dies after step N is logged."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    import train as script
-    from easy_context import (
-        remove_seq_parallel_monkey_patch,
-        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
-    )
     from easy_context.metrics import MetricsLog
 
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(variable, raising=False)
     write = MetricsLog.write
 
     def run(name: str, *flags: str, die_at: int | None = None) -> Path:
@@ -61,14 +51,7 @@ def train(assets, tmp_path, monkeypatch):
                 raise Killed
 
         monkeypatch.setattr(MetricsLog, "write", write_or_die)
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags_of(assets, tmp_path / name), *flags])
-        try:
-            script.main()
-        finally:
-            remove_seq_parallel_monkey_patch()
-            remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._reset_state()
+        train_here(*flags_of(assets, tmp_path / name), *flags)
         return tmp_path / name
 
     return run

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import train_here
 from tiny_models import VOCABULARY, save_tiny_llama
 
 STEPS = 3
@@ -29,18 +30,8 @@ def assets(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def train(assets, tmp_path, monkeypatch):
+def train(assets, tmp_path):
     """`train(flags...)`: run train.main() with tiny rows, undo all it patched, and return its output folder."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    import train as script
-    from easy_context import (
-        remove_seq_parallel_monkey_patch,
-        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
-    )
-
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(variable, raising=False)
 
     def run(*flags: str) -> Path:
         output_dir = tmp_path / "out"
@@ -49,14 +40,7 @@ def train(assets, tmp_path, monkeypatch):
             *("--seq-length", "48", "--max-train-steps", str(STEPS), "--gradient-accumulate-every", "2"),
             *("--learning-rate", "1e-3", "--mixed-precision", "no"),
         ]
-        monkeypatch.setattr(sys, "argv", ["train.py", *usual, *flags])
-        try:
-            script.main()
-        finally:
-            remove_seq_parallel_monkey_patch()
-            remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._reset_state()
+        train_here(*usual, *flags)
         return output_dir
 
     return run
