@@ -235,12 +235,18 @@ def test_an_end_that_the_template_wrote_is_not_doubled(legacy_tokenizers, templa
 
 
 @pytest.mark.parametrize(
-    "record", [{"text": "One.</s>"}, {"text": "One.</s>\n"}, {"prompt": "A", "response": " b</s>"}]
+    "record",
+    [
+        {"text": "One.</s>"},
+        {"text": "One.</s>\n"},
+        {"text": "One.</s>2</s>"},
+        {"prompt": "A", "response": " b</s>"},
+    ],
 )
 def test_an_end_that_a_record_spells_is_not_doubled(legacy_tokenizers, record):
     tokenizer = legacy_tokenizers["legacy None"]
     document = tokenise(tokenizer, record)
-    assert (document.ids == tokenizer.eos_token_id).sum() == 1
+    assert (document.ids == tokenizer.eos_token_id).sum() == "".join(record.values()).count("</s>")
     assert document.learn is None or document.learn[-1]
 
 
