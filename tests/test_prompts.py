@@ -79,6 +79,18 @@ def test_a_row_has_the_length_asked_for_and_reads_as_it_should(style, chat, shot
         assert text.count("<|im_start|>") == (2 + 2 * shots if chat else 0)
 
 
+def test_a_chat_begins_as_its_template_does(haystacks):
+    """Also where plain text gets BOS and the template has none, as prepare_data's rows of chats."""
+    tokenizer = copy.deepcopy(tokenizer_of_style("llama3"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ bos_token }}", "")
+    for chat in (True, False):
+        encoder = TextEncoder(tokenizer)
+        builder = PromptBuilder(encoder, haystacks("llama3"), "chat" if chat else "plain")
+        ids = builder.build(NeedleTask(), 3000, 0.5, "seed", "passage").ids
+        assert (tokenizer.bos_token_id in list(ids)) == (not chat)
+        assert len(ids) == 3000
+
+
 @every_style
 def test_the_needle_lies_at_its_depth_after_a_whole_sentence(style, haystacks):
     builder = builder_of(style, haystacks(style))

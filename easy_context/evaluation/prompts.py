@@ -77,7 +77,7 @@ class PromptBuilder:
                 raise ValueError(f"--prompt-template {self.template!r} must hold {mark} exactly once")
         self.encoder, self.haystack, self.shots = encoder, haystack, shots
         self.chat = prompt_format == "chat"
-        self._opening = encoder.opening()
+        self._opening = [] if self.chat else encoder.opening()  # a chat template writes its own, or none
 
     def build(self, task: Task, length: int, depth: float, seed: str, passage_seed: str) -> Row:
         """A row of exactly `length` tokens (at most `length` for tasks that fill the context themselves).
@@ -148,7 +148,7 @@ class PromptBuilder:
         else:
             before = "".join(question + answer + "\n\n" for question, answer in shots) + before
         head = self.encoder.encode(before, in_context=False).ids
-        if head[: len(self._opening)] != self._opening:  # a chat template may spell BOS out
+        if head[: len(self._opening)] != self._opening:  # --prompt-template may spell BOS out
             head = self._opening + head
         after += example.lead_in
         return head, self.encoder.encode(after + _answer_text(example)), len(after)
