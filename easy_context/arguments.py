@@ -55,7 +55,11 @@ def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--output-dir", default="./output", help="where metrics, arguments and the trained model are saved"
     )
-    what.add_argument("--overwrite", action="store_true", help="train anew into an --output-dir that holds a model")
+    what.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="train anew into an --output-dir that holds a model; the same line goes on if that is cut off",
+    )
     what.add_argument(
         "--seq-length",
         type=int,

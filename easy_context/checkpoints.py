@@ -1,16 +1,21 @@
 """Saving a plain Hugging Face checkpoint, from whatever way the model was sharded."""
 
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from .arguments import refusal
 from .errors import first_line
 from .files import write_whole
 
+_claims: list[IO] = []  # open files, whose locks end with the process
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
 METRICS = "metrics.jsonl"
 # As save_pretrained names them.
@@ -22,11 +27,36 @@ def is_finished(output_dir: Path) -> bool:
     return (output_dir / MODEL_CONFIG).exists()
 
 
+@refusal()
 def prepare_output_dir(args: Namespace) -> None:
-    """Make the output folder and write `args.json`."""
+    """Make the output folder, claim it for this run and write `args.json`."""
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
+    claim(output_dir)
     (output_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+
+
+def claim(output_dir: Path) -> None:
+    """Refuse other processes a folder until this one ends: two runs would overwrite each other's files.
+
+    Raises:
+        ValueError: another process has claimed it.
+    """
+    file = open(output_dir / ".training", "a+")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        file.seek(0)
+        raise ValueError(
+            f"--output-dir {output_dir}: {file.read() or 'another process'} is training into it. Wait for it, stop it "
+            "(a killed launcher can leave its workers behind), or choose another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _claims.append(file)
 
 
 def prepare_metrics(output_dir: Path, step: int) -> None:

@@ -149,6 +149,7 @@ class Checkpoints:
             problem, manifest = self._inspect(folder)
             if problem is None:
                 self._refuse_other_settings(folder, manifest)
+                self._refuse_too_few_steps(folder, manifest["step"])
                 self._load(folder, manifest["processes"])
                 logger.info("resumed from %s", folder)
                 return manifest["step"]
@@ -190,6 +191,13 @@ class Checkpoints:
             manifest, problem = {}, f"its {MANIFEST} cannot be read ({first_line(error)})"
         problem, _ = self._collect(problem, None)
         return problem, manifest
+
+    def _refuse_too_few_steps(self, folder: Path, step: int) -> None:
+        if step > self._args.max_train_steps:
+            raise ValueError(
+                f"{folder} was saved after step {step}, beyond --max-train-steps {self._args.max_train_steps}: raise "
+                "it, name an earlier checkpoint with --resume, or start anew with --resume none"
+            )
 
     def _refuse_other_settings(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = manifest["settings"]

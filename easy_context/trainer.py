@@ -32,11 +32,20 @@ class SequenceParallelTrainerMixin:
     - `eval_loss` is Trainer's: the mean over rows of the mean loss of their batch.
 
     Raises:
+        TypeError: the mixin stands behind Trainer in the class.
         RuntimeError: no mode is applied.
         ValueError: a model that the mode is not applied to, or an argument that cannot be honoured on split rows.
     """
 
     loss_is_scaled_for_ga = True  # transformers that lack it conclude the same from the **kwargs of the model
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(SequenceParallelTrainerMixin)]
+        if any(base.__name__ == "Trainer" for base in before):
+            raise TypeError(
+                f"{cls.__name__}: put SequenceParallelTrainerMixin before Trainer, whose methods would hide its own"
+            )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         current_patch()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import free_port, run_python, train_here
+from launching import free_port, run_python, start_python, train_here
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, save_tiny_llama
 
@@ -184,6 +184,33 @@ def test_a_new_run_does_not_take_an_earlier_run_s_checkpoints_for_its_own(train,
         train("cut", "--resume", "none", "--save-every", "1", die_at=3)
     assert checkpoints_in(cut_off) == ["checkpoint-1", "checkpoint-2", "earlier-checkpoints-1"]
     assert checkpoints_in(cut_off / "earlier-checkpoints-1") == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(train, cut_off, capsys):
+    """Nothing would be trained, and a model of more steps than asked for be saved."""
+    flags = ["--max-train-steps", "3", "--resume-anyway"]
+    with pytest.raises(SystemExit):
+        train("cut", *flags)
+    assert "checkpoint-4 was saved after step 4, beyond --max-train-steps 3" in capsys.readouterr().err
+    train("cut", *flags, "--resume", str(cut_off / "checkpoint-2"))
+    assert [step for step, *_ in record_of(cut_off)] == [1, 2, 3]
+
+
+def test_two_runs_into_one_folder_are_refused(assets, tmp_path):
+    """The second would go on from the first one's checkpoints and rewrite its metrics."""
+    claim = "import sys, time, pathlib; from easy_context.checkpoints import claim; claim(pathlib.Path(sys.argv[1]))"
+    first = start_python("-c", f"{claim}; print('claimed', flush=True); time.sleep(100)", str(tmp_path))
+    try:
+        assert first.stdout.readline() == "claimed\n"
+        second = run_python("train.py", *flags_of(assets, tmp_path))
+        assert second.returncode == 2
+        assert f"process {first.pid} on" in second.stderr and "is training into it" in second.stderr
+        assert not (tmp_path / "args.json").exists()
+    finally:
+        first.kill()
+        first.communicate()
+    third = run_python("-c", claim, str(tmp_path))
+    assert third.returncode == 0, "the claim ends with its process, however that ends"
 
 
 def test_overwriting_a_finished_run_starts_anew_and_goes_on_with_itself(train):

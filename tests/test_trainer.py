@@ -453,3 +453,11 @@ def test_padding_becomes_targets_that_are_ignored():
 def test_batches_that_split_rows_cannot_honour_are_refused(columns, message):
     with patched("zigzag_ring_attn"), pytest.raises(ValueError, match=message):
         split_batch({**BATCH, **columns}, "cpu")
+
+
+def test_the_mixin_must_stand_before_trainer():
+    from transformers import Trainer
+
+    with pytest.raises(TypeError, match="put SequenceParallelTrainerMixin before Trainer"):
+        type("Reversed", (Trainer, SequenceParallelTrainerMixin), {})
+    type("Right", (SequenceParallelTrainerMixin, Trainer), {})
