@@ -8,8 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 MANIFEST = "manifest.json"
 PARTIAL = ".saving-checkpoint"
 FORMAT = 1
@@ -23,11 +21,15 @@ def file_of(process: int) -> str:
 
 def read(folder: Path, process: int) -> dict[str, Any]:
     """Return what one process saved; tensors are read when they are used."""
+    import torch
+
     return torch.load(folder / file_of(process), map_location="cpu", weights_only=True, mmap=True)
 
 
 def write_own(path: Path, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Write one process's file through to the disk; return its entry of the manifest."""
+    import torch
+
     torch.save(state, path)
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
@@ -57,10 +59,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, whole or not, the latest step first."""
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints in a run's folder by step, whole or not, the latest first."""
     steps = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    return dict(sorted(steps.items(), reverse=True))
 
 
 def damage(folder: Path, manifest: dict[str, Any], process: int, processes: int) -> str | None:

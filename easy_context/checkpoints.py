@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from .arguments import refusal
 from .errors import first_line
-from .files import write_whole
+from .files import first_free, write_whole
 
 _claims: list[IO] = []  # open files, whose locks end with the process
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
@@ -74,9 +74,7 @@ def prepare_metrics(output_dir: Path, step: int) -> None:
         kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         write_whole(metrics, "".join(kept_lines))
         return
-    number = 1
-    while (kept := output_dir / f"metrics-{number}.jsonl").exists():
-        number += 1
+    kept = first_free(output_dir, "metrics-{}.jsonl")
     metrics.rename(kept)
     print(f"{metrics} of an earlier run is now {kept}")
 

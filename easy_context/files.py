@@ -1,5 +1,6 @@
 """Can a file be written, and result files: with what JSON can hold, and whole, of which a killed run leaves no half."""
 
+import itertools
 import math
 import os
 import tempfile
@@ -30,6 +31,11 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def first_free(folder: Path, name: str) -> Path:
+    """Return the first path of `name`, in which {} stands for 1, 2, 3, ..., that `folder` does not hold."""
+    return next(path for number in itertools.count(1) if not (path := folder / name.format(number)).exists())
 
 
 def nearest_existing(path: Path) -> Path:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .checkpoint_files import MANIFEST, checkpoints_in
 from .checkpoints import METRICS, MODEL_CONFIG
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -66,7 +67,7 @@ def what_is_saved(output_dir: Path) -> Callable[[], str]:
         steps = metrics.read_bytes().count(b"\n") if _signature(metrics) not in (None, before[METRICS]) else 0
         if not steps:
             return f"no step was finished and nothing was saved in {output_dir}"
-        saved = [int(path.parent.name.split("-")[1]) for path in output_dir.glob("checkpoint-*/manifest.json")]
+        saved = [step for step, path in checkpoints_in(output_dir).items() if (path / MANIFEST).exists()]
         model = "the model of an earlier run is unchanged" if config.exists() else "no model is saved"
         goes_on = f"goes on from checkpoint-{max(saved)}" if saved else "begins again at step 1"
         return f"{steps} steps are in {metrics}, {model}; the same command {goes_on}"

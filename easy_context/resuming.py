@@ -21,15 +21,16 @@ from .checkpoint_files import (
     FORMAT,
     MANIFEST,
     PARTIAL,
+    checkpoints_in,
     damage,
     file_of,
     finish,
-    newest_first,
     read,
     write_own,
 )
 from .checkpoints import MODEL_CONFIG
 from .errors import first_line
+from .files import first_free
 from .zero_shares import load_shares, shares
 
 logger = logging.getLogger(__name__)
@@ -164,19 +165,17 @@ class Checkpoints:
             return []
         config = self._folder / MODEL_CONFIG
         finished = config.stat().st_mtime if config.exists() else 0.0
-        found = [[folder for folder in newest_first(self._folder) if folder.stat().st_mtime > finished]]
+        found = [[path for path in checkpoints_in(self._folder).values() if path.stat().st_mtime > finished]]
         if self._accelerator.num_processes > 1:
             dist.broadcast_object_list(found, src=0, device=self._accelerator.device)
         return found[0]
 
     def _set_aside(self, step: int) -> None:
         """Move checkpoints of later steps, damaged or of an earlier run, where no run takes them for its own."""
-        later = [folder for folder in newest_first(self._folder) if int(folder.name.split("-")[1]) > step]
+        later = [path for saved_after, path in checkpoints_in(self._folder).items() if saved_after > step]
         if not later:
             return
-        number = 1
-        while (kept := self._folder / f"earlier-checkpoints-{number}").exists():
-            number += 1
+        kept = first_free(self._folder, "earlier-checkpoints-{}")
         kept.mkdir()
         for folder in later:
             folder.rename(kept / folder.name)
@@ -270,7 +269,7 @@ class Checkpoints:
         return bool(tensor)
 
     def _remove_old(self) -> None:
-        for old in newest_first(self._folder)[self._args.keep_last :]:
+        for old in list(checkpoints_in(self._folder).values())[self._args.keep_last :]:
             shutil.rmtree(old, ignore_errors=True)
 
 
