@@ -16,6 +16,8 @@ import os
 import sys
 from pathlib import Path
 
+from easy_context.common.files import check_writable, write_whole
+from easy_context.common.interrupts import stops_in_one_line
 from easy_context.evaluation.arguments import (
     FlagParser,
     add_model_flags,
@@ -27,8 +29,6 @@ from easy_context.evaluation.arguments import (
 from easy_context.evaluation.journal import Journal
 from easy_context.evaluation.needle import DIGITS, NEEDLE_TEMPLATE, NeedleTask, check_digits
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
-from easy_context.files import check_writable, write_whole
-from easy_context.interrupts import stops_in_one_line
 
 MODEL = "PY007/Llama2-7B-64K"  # as in the original project
 MOST_DEPTHS = 1000  # steps in a grid; more are a slip of the pen

@@ -18,18 +18,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from easy_context.common.files import write_whole
+from easy_context.common.interrupts import stops_in_one_line
 from easy_context.evaluation.arguments import load_tokenizer, refusals
 from easy_context.evaluation.perplexity_arguments import parse_arguments
-from easy_context.files import write_whole
-from easy_context.interrupts import stops_in_one_line
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "trained_length")
 
 
 def documents_of(args: argparse.Namespace, name: str) -> Iterator:
     """Every document, in the tokens of model `name`."""
-    from easy_context.evaluation.documents import dataset_documents, text_documents
     from easy_context.evaluation.rows import load_rows, tokenized_documents
+    from easy_context.evaluation.texts import dataset_documents, text_documents
 
     if args.tokenized is not None:
         return tokenized_documents(load_rows(args.tokenized, args.split, args.subset), args.tokenized)
@@ -42,7 +42,7 @@ def documents_of(args: argparse.Namespace, name: str) -> Iterator:
 
 def find_documents(args: argparse.Namespace, name: str, config: Any) -> list:
     """The documents to evaluate model `name` on."""
-    from easy_context.evaluation.documents import choose
+    from easy_context.evaluation.texts import choose
 
     shortest = args.min_tokens if args.dataset_min_tokens is None else args.dataset_min_tokens
     return choose(documents_of(args, name), shortest, args.samples, config.vocab_size)
@@ -50,7 +50,7 @@ def find_documents(args: argparse.Namespace, name: str, config: Any) -> list:
 
 def save_documents(args: argparse.Namespace) -> None:
     """Tokenise every document for the first model and save them, on the first process."""
-    from easy_context.evaluation.documents import save_tokenized
+    from easy_context.evaluation.texts import save_tokenized
 
     if int(os.environ.get("RANK", 0)) == 0:
         count, tokens = save_tokenized(documents_of(args, args.model[0]), args.save_tokenized)
@@ -75,7 +75,7 @@ def load_configs(args: argparse.Namespace) -> tuple[list, list[int | None]]:
 def measure(scorer, document, args) -> tuple[dict, dict]:
     """One document's sums by length and by range of positions (none with a sliding window)."""
     from easy_context.evaluation import perplexity
-    from easy_context.evaluation.documents import targets_of
+    from easy_context.evaluation.texts import targets_of
 
     input_ids, targets = document.input_ids, targets_of(document)
     if args.sliding_window is None or args.truncate:

@@ -12,15 +12,15 @@ import signal
 import sys
 from typing import Any
 
-from easy_context.data_preparation.arguments import parse_arguments
+from easy_context.data.preparation.arguments import parse_arguments
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Check the arguments, prepare the rows, print what came out."""
     options = parse_arguments(arguments)
 
-    from easy_context.data_preparation.pipeline import prepare
-    from easy_context.data_preparation.report import describe
+    from easy_context.data.preparation.pipeline import prepare
+    from easy_context.data.preparation.report import describe
 
     report = prepare(
         options.settings,

@@ -3,7 +3,7 @@
 #
 #   bash run_tests.sh                     # what every change must pass; no GPU needed
 #   bash run_tests.sh --slow              # and the long tests
-#   bash run_tests.sh tests/test_modes.py -k ring     # other words go to pytest
+#   bash run_tests.sh tests/modes/test_modes.py -k ring     # other words go to pytest
 set -euo pipefail
 cd "$(dirname "$0")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores

@@ -21,8 +21,8 @@ import functools
 import sys
 from pathlib import Path
 
-from easy_context.arguments import check_arguments, parse_arguments, refusal
-from easy_context.interrupts import stops_in_one_line, what_is_saved
+from easy_context.common.interrupts import stops_in_one_line, what_is_saved
+from easy_context.training.arguments import check_arguments, parse_arguments, refusal
 
 
 def main() -> None:
@@ -44,16 +44,21 @@ def train(args: argparse.Namespace) -> None:
         apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
         prepare_seq_parallel_inputs,
     )
-    from easy_context.accelerator import COLLECTIVE_TIMEOUT, build_accelerator, clip_gradients, prepare_training
-    from easy_context.checkpoints import load_tokenizer, prepare_metrics, prepare_output_dir, save_model
-    from easy_context.data import describe_lengths, evaluation_batches, load_rows, training_windows
-    from easy_context.liger import apply_liger
-    from easy_context.loss import IGNORE_INDEX, shift_labels
-    from easy_context.metrics import MetricsLog, StepMeter, count_parameters, count_tokens, flops_per_token
-    from easy_context.resuming import Checkpoints
-    from easy_context.tiled_mlp import apply_tiled_mlp
-    from easy_context.weights import load_whole
-    from easy_context.zero_offload import choose_offload
+    from easy_context.loss import IGNORE_INDEX, next_token_targets
+    from easy_context.memory.tiled_mlp import apply_tiled_mlp
+    from easy_context.model.liger import apply_liger
+    from easy_context.model.weights import load_whole
+    from easy_context.training.accelerator import (
+        COLLECTIVE_TIMEOUT,
+        build_accelerator,
+        clip_gradients,
+        prepare_training,
+    )
+    from easy_context.training.batches import describe_lengths, evaluation_batches, load_rows, training_windows
+    from easy_context.training.metrics import MetricsLog, StepMeter, count_parameters, count_tokens, flops_per_token
+    from easy_context.training.resuming import Checkpoints
+    from easy_context.training.saving import load_tokenizer, prepare_metrics, prepare_output_dir, save_model
+    from easy_context.training.zero_offload import choose_offload
 
     accelerator = build_accelerator(args)
     choose_offload(args, config, accelerator)  # what waits in host memory follows from the memory that is there
@@ -107,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
         """This rank's part of a batch of whole rows; labels are shifted first, so no boundary token is lost."""
         input_ids = batch["input_ids"]
         position_ids = torch.arange(input_ids.shape[1]).unsqueeze(0).expand_as(input_ids)
-        targets = shift_labels(batch["labels"])
+        targets = next_token_targets(batch["labels"])
         return prepare_seq_parallel_inputs(
             args.parallel_mode, input_ids, position_ids, targets, mesh.sequence_rank, mesh.sequence_size, device
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun puts only this folder on the path
 
-from easy_context.files import check_writable
+from easy_context.common.files import check_writable
 
 
 def check_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from argument_checks import check_distinct, check_lengths, check_output, check_positive, launched_processes
 
-from easy_context.arguments import KERNELS as KERNEL_CHOICES
+from easy_context.training.arguments import KERNELS as KERNEL_CHOICES
 
 KERNELS = KERNEL_CHOICES[1:]  # without "auto": every row names its kernel
 OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")

@@ -9,7 +9,7 @@ import torch
 from recipes import Recipe
 from report import World
 
-from easy_context.loss import IGNORE_INDEX, shift_labels
+from easy_context.loss import IGNORE_INDEX, next_token_targets
 from easy_context.modes import get_mode
 
 Batch = dict[str, torch.Tensor]
@@ -114,7 +114,7 @@ def make_batch(recipe: Recipe, world: World, batch_size: int, seq_length: int, v
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(vocab_size, (batch_size, seq_length), generator=generator)
-    targets = shift_labels(input_ids)
+    targets = next_token_targets(input_ids)
     position_ids = torch.arange(seq_length).expand(batch_size, -1)
     mode = get_mode(recipe.mode)
     shards = {

@@ -20,8 +20,8 @@ from easy_context import (
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
 )
 from easy_context.huggingface import modeling_module
-from easy_context.liger import apply_liger
-from easy_context.tiled_mlp import apply_tiled_mlp
+from easy_context.memory.tiled_mlp import apply_tiled_mlp
+from easy_context.model.liger import apply_liger
 
 
 @dataclass(frozen=True)

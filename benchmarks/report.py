@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from easy_context.files import write_whole
+from easy_context.common.files import write_whole
 
 PACKAGES = (
     "torch",

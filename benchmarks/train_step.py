@@ -23,7 +23,7 @@ from typing import Any
 
 from argument_checks import check_distinct, check_lengths, check_output, check_positive, launched_processes
 
-from easy_context.arguments import KERNELS, MODES
+from easy_context.training.arguments import KERNELS, MODES
 
 METHODS = ("ours", "original", "original_liger", "alst_cudnn", "alst_fa2", "alst_cudnn_tiled")
 COLUMNS = (
@@ -161,7 +161,7 @@ def measure(engine, batch, micro_batches: int, args: argparse.Namespace, world) 
 
 def add_rates(row: dict, args: argparse.Namespace, world) -> None:
     """Tokens per second and GPU, and MFU, from the step's time."""
-    from easy_context.metrics import flops_per_token, peak_flops
+    from easy_context.training.metrics import flops_per_token, peak_flops
 
     speed = row["tokens_per_step"] / row["step_seconds"] / world.size
     token_flops = flops_per_token(
@@ -277,7 +277,7 @@ def main() -> None:
     import torch
     from recipes import list_recipes
 
-    from easy_context.liger import liger_unavailable
+    from easy_context.model.liger import liger_unavailable
 
     world = report.start_world()
     budget = report.Budget(world, args.time_budget)

@@ -3,12 +3,12 @@
 import importlib
 
 _HOMES = {
-    "SequenceParallelTrainerMixin": "trainer",
+    "SequenceParallelTrainerMixin": "training.trainer",
     "apply_dist_flash_attn_monkey_patch_llama": "original_names",
     "apply_fused_loss": "loss",
     "apply_seq_parallel_monkey_patch": "sequence_parallel",
     "apply_ulysses_attn_monkey_patch_llama": "original_names",
-    "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "checkpointing",
+    "apply_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.recompute",
     "apply_usp_attn_monkey_patch_llama": "original_names",
     "apply_zigzag_ring_attn_monkey_patch_llama": "original_names",
     "apply_zigzag_ring_attn_monkey_patch_mistral": "original_names",
@@ -20,8 +20,8 @@ _HOMES = {
     "prepare_usp_attn_inputs": "original_names",
     "prepare_zigzag_ring_attn_inputs": "original_names",
     "remove_seq_parallel_monkey_patch": "sequence_parallel",
-    "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "checkpointing",
-    "set_rope_theta": "rope",
+    "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.recompute",
+    "set_rope_theta": "model.config",
 }
 __all__ = list(_HOMES)
 

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .autocast import autocast_dtype
 from .communication import communication_device, group_size
-from .liger import liger_unavailable
+from .memory.autocast import autocast_dtype
+from .model.liger import liger_unavailable
 from .patch import group_sharing_rows_of
 
 IGNORE_INDEX = -100
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+def next_token_targets(labels: torch.Tensor) -> torch.Tensor:
     """Targets for next-token prediction, to be made before rows are split so that no boundary token is lost.
 
     Args:

@@ -13,9 +13,9 @@ import torch
 from . import huggingface
 from .agreement import check_together
 from .attention import AttentionPlan, sequence_parallel_attention
-from .autocast import autocast_dtype
 from .kernels import AttentionKernel, AttentionMask
 from .loss import count_targets
+from .memory.autocast import autocast_dtype
 from .modes import ParallelMode
 from .patch import Patch, current_patch
 
@@ -121,7 +121,7 @@ def loss_of_shards(loss_function: Callable) -> Callable:
             if targets is None:
                 raise ValueError(
                     "labels= cannot be honoured on a shard of a row, inside of which they would be shifted once more: "
-                    "shift whole rows with easy_context.loss.shift_labels, split them with prepare_seq_parallel_inputs "
+                    "shift whole rows with easy_context.loss.next_token_targets, split them with prepare_seq_parallel_inputs "
                     "and pass its local_target_ids as shift_labels="
                 )
             if options.get("num_items_in_batch") is None:

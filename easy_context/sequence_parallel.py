@@ -14,7 +14,7 @@ from .mesh import CurrentMesh, launched_processes, sequence_size
 from .model_hooks import attention_function, create_mask, loss_of_shards
 from .modes import ParallelMode, get_mode
 from .patch import Patch, applied_patch, current_patch, record_patch
-from .rows import check_columns, describe_rows
+from .row_checks import check_columns, describe_rows
 
 
 def apply_seq_parallel_monkey_patch(

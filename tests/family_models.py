@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import easy_context
 from easy_context.kernels import select_kernel
-from easy_context.loss import shift_labels
+from easy_context.loss import next_token_targets
 from easy_context.mesh import CurrentMesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -57,7 +57,7 @@ def random_rows(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, t
     """Token ids `[batch, length]` and their already shifted targets, some of them -100."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
-    targets = shift_labels(ids)
+    targets = next_token_targets(ids)
     targets[torch.rand(ids.shape, generator=generator) < 0.2] = -100
     return ids, targets
 

@@ -65,10 +65,7 @@ def train_here(*flags: str) -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     import train
-    from easy_context import (
-        remove_seq_parallel_monkey_patch,
-        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
-    )
+    from easy_context import remove_seq_parallel_monkey_patch, remove_unsloth_offloaded_gradient_checkpoint_monkey_patch
 
     launcher_or_key = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "WANDB_MODE")
     with mock.patch.dict(os.environ), mock.patch.object(sys, "argv", ["train.py", *flags]):

@@ -9,8 +9,9 @@ from family_models import family_model, patched, random_rows, sharded_step
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 
 import easy_context
-from easy_context.attention import AttentionPlan, LayerRun, current_layer_run, layer_run, sequence_parallel_attention
+from easy_context.attention import AttentionPlan, sequence_parallel_attention
 from easy_context.kernels import AttentionMask, select_kernel
+from easy_context.memory.layer_run import LayerRun, current_layer_run, layer_run
 from easy_context.modes import MODES, get_mode
 
 SCALE = 0.3

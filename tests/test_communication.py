@@ -6,14 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from easy_context.communication import (
-    Exchange,
-    gather_heads,
-    group_rank,
-    group_size,
-    ring_exchange,
-    scatter_heads,
-)
+from easy_context.communication import Exchange, gather_heads, group_rank, group_size, ring_exchange, scatter_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import easy_context
 from easy_context import loss as loss_module
-from easy_context.loss import linear_cross_entropy, shift_labels, token_losses
+from easy_context.loss import linear_cross_entropy, next_token_targets, token_losses
 
 BYTES_PER_LOGIT = 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -65,8 +65,8 @@ def plain_sum(hidden, weight, targets) -> torch.Tensor:
 
 def test_targets_are_the_next_tokens():
     labels = torch.tensor([[5, 6, -100, 8], [1, 2, 3, 4]])
-    assert shift_labels(labels).tolist() == [[6, -100, 8, -100], [2, 3, 4, -100]]
-    assert shift_labels(labels[:, :1]).tolist() == [[-100], [-100]]
+    assert next_token_targets(labels).tolist() == [[6, -100, 8, -100], [2, 3, 4, -100]]
+    assert next_token_targets(labels[:, :1]).tolist() == [[-100], [-100]]
     assert labels[0, 0] == 5
 
 
@@ -254,7 +254,7 @@ def test_without_shifted_targets_the_model_works_as_before():
     model = family_model("llama")
     expected = model(ids, labels=ids)
     easy_context.apply_fused_loss(model)
-    fused_step(model, ids, shift_labels(ids))
+    fused_step(model, ids, next_token_targets(ids))
     actual = model(ids, labels=ids)
     assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
     assert torch.equal(model(ids).logits, expected.logits)

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
 import easy_context
+from easy_context.common.errors import name_flags
 from easy_context.engines import check_engine
-from easy_context.errors import name_flags
 from easy_context.kernels import check_kernel
 from easy_context.modes import MODES, get_mode
 from easy_context.modes.ulysses_attn import check_query_heads

@@ -8,9 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import easy_context
 from easy_context.huggingface import modeling_module
-from easy_context.loss import shift_labels
+from easy_context.loss import next_token_targets
 from easy_context.modes import MODES, get_mode
-from easy_context.rows import checksum
+from easy_context.row_checks import checksum
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
@@ -33,7 +33,7 @@ def test_split_pads_every_length_and_loses_no_target(mode):
         for length in range(1, 41):
             ids = torch.randint(1, 1000, (2, length), generator=torch.Generator().manual_seed(length))
             positions = torch.arange(length).expand(2, -1) + 5
-            parts = split(mode, ids, positions, shift_labels(ids), world_size)
+            parts = split(mode, ids, positions, next_token_targets(ids), world_size)
             whole = joined(mode, parts, "local_input_ids")
             assert torch.equal(whole[:, :length], ids)
             assert whole.shape[1] - length < get_mode(mode).multiple_of(world_size)

@@ -218,11 +218,11 @@ def test_rope_scaling_that_needs_no_global_length_is_kept(pool):
 
 def evaluate_as_documented(rank: int, world_size: int, mode: str, ids: torch.Tensor) -> torch.Tensor:
     """Token losses of whole rows, from a sharded forward pass without gradients."""
-    from easy_context.loss import shift_labels, token_losses
+    from easy_context.loss import next_token_targets, token_losses
 
     with patched(mode) as mesh, torch.no_grad():
         model = family_model("llama").eval()
-        positions, targets = torch.arange(ids.shape[1])[None], shift_labels(ids)
+        positions, targets = torch.arange(ids.shape[1])[None], next_token_targets(ids)
         part = easy_context.prepare_seq_parallel_inputs(
             mode, ids, positions, targets, mesh.sequence_rank, mesh.sequence_size, "cpu"
         )

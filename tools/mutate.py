@@ -44,22 +44,22 @@ TESTS = {
     "easy_context/communication.py": "communication accumulation",
     "easy_context/mesh.py": "mesh",
     "easy_context/loss.py": "loss",
-    "easy_context/autocast.py": "tiled_mlp checkpointing",
-    "easy_context/checkpointing.py": "checkpointing",
-    "easy_context/tiled_mlp.py": "tiled_mlp",
-    "easy_context/offload.py": "offload",
+    "easy_context/memory/autocast.py": "tiled_mlp recompute",
+    "easy_context/memory/recompute.py": "recompute",
+    "easy_context/memory/tiled_mlp.py": "tiled_mlp",
+    "easy_context/memory/offload.py": "offload",
     "easy_context/sequence_parallel.py": "huggingface refusals sequence_parallel",
     "easy_context/huggingface.py": "huggingface refusals sequence_parallel",
-    "easy_context/rope.py": "rope",
-    "easy_context/liger.py": "liger",
-    "easy_context/data.py": "data columns",
-    "easy_context/columns.py": "columns data",
-    "easy_context/accelerator.py": "accelerator train",
-    "easy_context/checkpoints.py": "checkpoints resuming",
-    "easy_context/resuming.py": "resuming",
-    "easy_context/metrics.py": "metrics",
-    "easy_context/weights.py": "weights",
-    "easy_context/zero_offload.py": "zero_offload",
+    "easy_context/model/config.py": "config",
+    "easy_context/model/liger.py": "liger",
+    "easy_context/training/batches.py": "batches columns",
+    "easy_context/data/columns.py": "columns batches",
+    "easy_context/training/accelerator.py": "accelerator train",
+    "easy_context/training/saving.py": "saving resuming",
+    "easy_context/training/resuming.py": "resuming",
+    "easy_context/training/metrics.py": "metrics",
+    "easy_context/model/weights.py": "weights",
+    "easy_context/training/zero_offload.py": "zero_offload",
     "train.py": "train resuming",
     "easy_context/evaluation/cells.py": "needle",
     "easy_context/evaluation/needle.py": "tasks needle",
@@ -181,7 +181,7 @@ def run_tests(copy: Path, module: str, limit: float) -> tuple[bool, str]:
         sys.path[:] = [str(copy), str(copy / "tests"), *[p for p in sys.path if Path(p).resolve() != ROOT / "tools"]]
         sys.dont_write_bytecode = True
         os.environ["PYTHONPATH"] = str(copy)
-        tests = [f"tests/test_{name}.py" for name in TESTS[module].split()]
+        tests = [str(next(ROOT.glob(f"tests/**/test_{name}.py")).relative_to(ROOT)) for name in TESTS[module].split()]
         code = importlib.import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *tests])
         sys.stdout.flush()
         os._exit(int(code))

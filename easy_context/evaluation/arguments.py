@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..arguments import KERNELS, MODES
-from ..rope import is_rope_base
+from ..model.config import is_rope_base
+from ..training.arguments import KERNELS, MODES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen

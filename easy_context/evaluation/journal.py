@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..files import write_whole
+from ..common.files import write_whole
 
 _PROBED_BLOCKS, _BLOCK_BYTES = 16, 4096
 # What Transformers reads a tokenizer from: its own files, SentencePiece's, those of BPE and WordPiece, chat templates.

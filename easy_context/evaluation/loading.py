@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
-from ..errors import first_line, naming_flags
+from ..common.errors import first_line, naming_flags
 from ..huggingface import SUPPORTED_MODELS, head_dim, modeling_module, refuse_model_features
 from ..kernels import check_kernel
 from ..mesh import Mesh, sequence_size
+from ..model.config import set_rope_theta
+from ..model.weights import check_weights, load_whole
 from ..modes import get_mode
-from ..rope import set_rope_theta
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
-from ..weights import check_weights, load_whole
+from ..training.accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
 
 

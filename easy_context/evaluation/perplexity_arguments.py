@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..files import check_writable
+from ..common.files import check_writable
 from .arguments import FlagParser, add_model_flags, check_model_flags, context_lengths
 
 

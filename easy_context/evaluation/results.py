@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import null_for_nan
+from ..common.files import null_for_nan
 
 
 def json_text(value: Any) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..columns import apply_columns, describe_columns, kind_of
-from ..data import is_saved_dataset
-from ..errors import first_line
-from ..notes import say_once
-from .documents import Document
+from ..common.errors import first_line
+from ..common.notes import say_once
+from ..data.columns import apply_columns, describe_columns, kind_of
+from ..training.batches import is_saved_dataset
+from .texts import Document
 
 TOKEN_COLUMNS = ("input_ids", "tokens")
 _LARGEST_ID = 2**63 - 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..errors import cannot_import
+from ..common.errors import cannot_import
 from .base import AttentionKernel, needs_cuda_half
 
 

@@ -1,0 +1,1 @@
+"""Helpers that every folder uses: files, errors, messages, interrupts."""

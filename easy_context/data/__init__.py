@@ -1,0 +1,1 @@
+"""Datasets: which columns mean what, and the preparation of rows from text."""

@@ -1,0 +1,214 @@
+"""Read records, one at a time, from text, JSONL and parquet files, saved datasets and the hub."""
+
+import bz2
+import gzip
+import json
+import lzma
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .input_files import JSON_SUFFIXES, TEXT_SUFFIXES, file_suffix, list_files
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+HUB_PREFIX = "hub:"
+BATCH_ROWS, BATCH_BYTES = 256, 1 << 24  # most rows, and bytes of them, that are read of a table at once
+
+
+@dataclass(frozen=True)
+class Source:
+    """One named input; the shares of the sources in all tokens are the mix that length upsampling keeps."""
+
+    name: str
+    location: str
+
+    @property
+    def on_hub(self) -> bool:
+        return self.location.startswith(HUB_PREFIX)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One raw record: `data` as it was read, or None and the `problem` that made it unreadable."""
+
+    location: str
+    data: dict[str, Any] | None
+    problem: str | None = None
+
+
+def parse_source(text: str, flag: str = "--input") -> Source:
+    """Read `PATH`, `NAME=PATH` or `[NAME=]hub:DATASET[:CONFIG[:SPLIT]]`.
+
+    Raises:
+        FileNotFoundError: the path does not exist.
+        ValueError: no path or dataset in it, a file whose type is not supported, or a folder without a usable file; the
+            message names `flag`.
+    """
+    name, sign, location = text.partition("=")
+    if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
+        name, location = "", text
+    if not location.strip():
+        raise ValueError(f"{flag} {text!r}: no path in it; give a file, a folder or {HUB_PREFIX}DATASET")
+    if location.startswith(HUB_PREFIX) and not re.fullmatch(
+        r"[\w./-]+(:[^:]*){0,2}", location.removeprefix(HUB_PREFIX)
+    ):
+        raise ValueError(f"{flag} {text!r}: give {HUB_PREFIX}DATASET[:CONFIG[:SPLIT]]")
+    source = Source(name or _default_name(location), location)
+    if not source.on_hub:
+        list_files(Path(location), flag)
+    return source
+
+
+def _default_name(location: str) -> str:
+    if location.startswith(HUB_PREFIX):
+        return re.sub(r"[^\w.-]+", "-", location.removeprefix(HUB_PREFIX))
+    return re.sub(r"[^\w.-]+", "-", Path(location).resolve().name.split(".")[0]) or "source"
+
+
+def read_source(
+    source: Source,
+    document_start: str | None = None,
+    fields: Collection[str] | None = None,
+    text_field: str = "text",
+) -> Iterator[Record]:
+    """Yield every record of a source in a fixed order, holding one at a time.
+
+    Args:
+        source: what to read.
+        document_start: regular expression; in text files a document begins at each line it matches. Without it a text
+            file is one document.
+        fields: what is read of parquet files and saved datasets, where there may be many columns; the others are None
+            in the records. None: all.
+        text_field: the field in which the records of text files have their text.
+
+    Raises:
+        ValueError: a file or dataset that cannot be read; names it.
+    """
+    if source.on_hub:
+        yield from _naming(source.location, _read_hub(source.location))
+        return
+    for path in list_files(Path(source.location)):
+        yield from _naming(path, _read_path(path, document_start, fields, text_field))
+
+
+def _naming(location: Path | str, records: Iterable[Record]) -> Iterator[Record]:
+    """Pass records on; what the libraries of compression, parquet and datasets raise does not say where."""
+    try:
+        yield from records
+    except Exception as error:  # each library has classes of its own
+        raise ValueError(
+            f"--input: {location} cannot be read ({type(error).__name__}: {error}); repair it or leave it out"
+        ) from error
+
+
+def _read_path(
+    path: Path, document_start: str | None, fields: Collection[str] | None, text_field: str
+) -> Iterator[Record]:
+    if path.is_dir():
+        return _read_saved_dataset(path, fields)
+    if file_suffix(path) in TEXT_SUFFIXES:
+        return _read_text(path, document_start, text_field)
+    if file_suffix(path) in JSON_SUFFIXES:
+        return _read_json_lines(path)
+    return _read_parquet(path, fields)
+
+
+def _open(path: Path) -> BinaryIO:
+    return OPENERS.get(path.suffix.lower(), open)(path, "rb")
+
+
+def _read_text(path: Path, document_start: str | None, text_field: str) -> Iterator[Record]:
+    pattern = re.compile(document_start) if document_start else None
+    lines: list[bytes] = []
+    first_line = 1
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if pattern and lines and pattern.search(line.decode(errors="replace")):
+                yield _text_record(f"{path}:{first_line}", lines, text_field)
+                lines, first_line = [], number
+            lines.append(line)
+    yield _text_record(f"{path}:{first_line}", lines, text_field)
+
+
+def _text_record(location: str, lines: list[bytes], text_field: str) -> Record:
+    try:
+        text = b"".join(lines).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        return Record(location, None, f"not UTF-8: {error}")
+    return Record(location, {text_field: text})
+
+
+def _read_json_lines(path: Path) -> Iterator[Record]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _json_record(f"{path}:{number}", line)
+
+
+def _json_record(location: str, line: bytes) -> Record:
+    try:
+        data = json.loads(line)
+    except ValueError as error:  # also a line that is not UTF-8
+        return Record(location, None, f"not JSON: {error}")
+    except RecursionError:
+        return Record(location, None, "nested too deep")
+    if not isinstance(data, dict):
+        return Record(location, None, f"a JSON object is needed, this is a {type(data).__name__}")
+    return Record(location, data)
+
+
+def _read_parquet(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = _columns(file.schema_arrow.names, fields)
+        batches = file.iter_batches(_batch_rows(file.metadata, columns), columns=columns)
+        yield from _table_records(path, batches, file.schema_arrow.names)
+
+
+def _batch_rows(metadata: Any, columns: list[str]) -> int:
+    """Return how many rows of a parquet file hold about `BATCH_BYTES`, by the fullest of its row groups."""
+    rows = BATCH_ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        size = sum(x.total_uncompressed_size for x in chunks if x.path_in_schema.partition(".")[0] in columns)
+        rows = min(rows, BATCH_BYTES * group.num_rows // max(size, 1))
+    return max(rows, 1)
+
+
+def _read_saved_dataset(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
+    from datasets import load_from_disk
+
+    dataset = load_from_disk(str(path)).with_format("arrow")
+    columns = _columns(dataset.column_names, fields)
+    yield from _table_records(path, dataset.select_columns(columns).iter(BATCH_ROWS), dataset.column_names)
+
+
+def _columns(names: list[str], fields: Collection[str] | None) -> list[str]:
+    """Return the columns to read: those in `fields`, else the first, because a table without columns has no rows."""
+    return [name for name in names if fields is None or name in fields] or names[:1]
+
+
+def _table_records(path: Path, batches: Iterable[Any], names: list[str]) -> Iterator[Record]:
+    """Yield the rows of Arrow tables, with all `names` as fields, one at a time, so that a bad one spoils no other."""
+    row = 0
+    for batch in batches:
+        for start in range(batch.num_rows):
+            row += 1
+            try:
+                (data,) = batch.slice(start, 1).to_pylist()
+            except ValueError as error:  # a string that is not UTF-8
+                yield Record(f"{path}:{row}", None, f"cannot be read: {error}")
+            else:
+                yield Record(f"{path}:{row}", dict.fromkeys(names) | data)
+
+
+def _read_hub(location: str) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    name, config, split = (location.removeprefix(HUB_PREFIX).split(":") + ["", ""])[:3]
+    dataset = load_dataset(name, config or None, split=split or "train", streaming=True)
+    for row, data in enumerate(dataset, start=1):
+        yield Record(f"{location}:{row}", data)

@@ -1,0 +1,135 @@
+"""Documents to take the perplexity of: plain text files, or rows that are token ids already."""
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..loss import IGNORE_INDEX, next_token_targets
+
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document as tokens.
+
+    Attributes:
+        name: for the result file.
+        input_ids: int64 `[seq]`.
+        labels: int64 `[seq]`, input_ids with -100 where a token is not to be scored.
+        source: flag, file and row, for errors.
+    """
+
+    name: str
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    source: str
+
+
+def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
+    """One document a file (`.gz` and `.xz` are unpacked), with the special tokens that the tokenizer adds.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a file holds no text, or cannot be read or unpacked.
+    """
+    for file in map(Path, files):
+        if not file.is_file():
+            raise FileNotFoundError(f"--text {file}: no such file")
+        try:
+            with _OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8", errors="replace") as opened:
+                text = opened.read()
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as reason:
+            raise ValueError(
+                f"--text {file}: cannot be read ({reason}); is it cut off, or no {file.suffix}?"
+            ) from reason
+        if not text.strip():
+            raise ValueError(f"--text {file}: the file holds no text")
+        ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+        name = file.name.removesuffix(file.suffix) if file.suffix in _OPENERS else file.name
+        yield Document(name, ids, ids, f"--text {file}")
+
+
+def dataset_documents(rows: Iterable[dict], name: str, feature: str, tokenizer) -> Iterator[Document]:
+    """One document a row of a dataset of text, with the special tokens that the tokenizer adds.
+
+    Args:
+        rows: of the dataset.
+        name: of the dataset, for errors.
+        feature: the column of the text.
+        tokenizer: of Hugging Face.
+
+    Raises:
+        ValueError: a row whose column is missing or holds no text.
+    """
+    for number, row in enumerate(rows):
+        where = f"--dataset {name}: row {number}"
+        if not isinstance(row, dict) or feature not in row:
+            columns = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
+            raise ValueError(f"{where} has no column {feature} (its columns: {columns}); name one with --feature")
+        if not isinstance(row[feature], str):
+            raise ValueError(f"{where}: column {feature} holds {type(row[feature]).__name__} instead of text")
+        ids = torch.tensor(tokenizer(row[feature], verbose=False)["input_ids"], dtype=torch.int64)
+        yield Document(f"row-{number}", ids, ids, where)
+
+
+def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, int]:
+    """Save documents as rows that `--tokenized` reads: `input_ids`, and `tokenized_len` as the original project has it.
+
+    Returns:
+        How many documents, and their tokens.
+    """
+    from datasets import Dataset
+
+    rows = [
+        {"input_ids": document.input_ids.tolist(), "tokenized_len": len(document.input_ids)} for document in documents
+    ]
+    Dataset.from_list(rows).save_to_disk(folder)
+    return len(rows), sum(row["tokenized_len"] for row in rows)
+
+
+def choose(documents: Iterable[Document], shortest: int, samples: int | None, vocabulary: int) -> list[Document]:
+    """The first `samples` documents with at least `shortest` tokens.
+
+    Args:
+        documents: all.
+        shortest: tokens; at least 2, since a single token predicts nothing.
+        samples: how many; None for all.
+        vocabulary: ids must be below it.
+
+    Raises:
+        ValueError: none is long enough, or an id or label is beyond the vocabulary.
+    """
+    chosen: list[Document] = []
+    longest = 0
+    for document in documents:
+        if samples is not None and len(chosen) == samples:
+            break
+        length = len(document.input_ids)
+        longest = max(longest, length)
+        if length < max(shortest, 2):
+            continue
+        for what, ids in (("token id", document.input_ids), ("label", document.labels)):
+            wrong = ids[((ids < 0) | (ids >= vocabulary)) & ((ids != IGNORE_INDEX) | (what == "token id"))]
+            if len(wrong):
+                raise ValueError(
+                    f"{document.source} has {what} {int(wrong[0])} but the model's vocabulary is 0 to "
+                    f"{vocabulary - 1}: it was tokenized for another model, or is no tokenized text"
+                )
+        chosen.append(document)
+    if not chosen:
+        raise ValueError(
+            f"no document has at least {max(shortest, 2)} tokens (the longest has {longest}): lower "
+            "--dataset-min-tokens or --min-tokens, or give longer text"
+        )
+    return chosen
+
+
+def targets_of(document: Document) -> torch.Tensor:
+    """Targets `[seq]`: targets[i] is the label of token i + 1, the last one -100."""
+    return next_token_targets(document.labels.unsqueeze(0)).squeeze(0)

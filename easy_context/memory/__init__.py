@@ -1,0 +1,1 @@
+"""What fits a long row onto a GPU: recomputation, offloading, tiles."""

@@ -1,0 +1,87 @@
+"""The MLP of a decoder layer, some tokens at a time: long shards without their wide intermediate activations.
+
+Under this package's gradient checkpointing it costs no computation. A recomputed layer's own output is read by nobody,
+so the recomputation skips the MLP's forward, and its backward runs forward and backward tile by tile. (Arctic Long
+Sequence Training, arXiv 2506.13996, tiles likewise but runs the forward a third time.)
+"""
+
+import types
+from collections.abc import Callable
+
+import torch
+
+from .autocast import autocast_as_now, autocast_dtype
+from .layer_run import current_layer_run
+
+
+def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.Module:
+    """Run the MLP of every decoder layer in tiles of the sequence.
+
+    Args:
+        model: a Hugging Face decoder with `model.layers[i].mlp`, trained with this package's gradient checkpointing.
+            Call it before DeepSpeed or DDP wraps the model.
+        tile_size: tokens of the local shard in one tile; shards that are not longer run as usual.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: tile_size is not positive.
+    """
+    if tile_size < 1:
+        raise ValueError(f"tile_size must be a positive number of tokens, got {tile_size}")
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        mlp.forward = types.MethodType(_tiled_forward(mlp.forward, tile_size), mlp)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        # ZeRO-3 gathers a module's weights around its forward and backward. A tile needs all the MLP's weights at once.
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+    return model
+
+
+def _tiled_forward(whole_forward: Callable, tile_size: int) -> Callable:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] <= tile_size:
+            return whole_forward(hidden)
+        return _TiledMLP.apply(hidden, whole_forward, tile_size, *self.parameters())
+
+    return forward
+
+
+class _TiledMLP(torch.autograd.Function):
+    """The parameters are arguments, so that each gets its gradient once a backward, as ZeRO's and DDP's hooks ask."""
+
+    @staticmethod
+    def forward(ctx, hidden, mlp, tile_size, *parameters):
+        ctx.save_for_backward(hidden)
+        ctx.mlp, ctx.tile_size, ctx.parameters = mlp, tile_size, parameters
+        ctx.autocast = autocast_as_now(hidden.device)
+        out = torch.empty_like(hidden, dtype=autocast_dtype(hidden))
+        run = current_layer_run()
+        if run is None or not run.recomputing:
+            for tile, rows in zip(hidden.split(tile_size, dim=1), out.split(tile_size, dim=1), strict=True):
+                rows.copy_(mlp(tile))
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        (hidden,) = ctx.saved_tensors
+        trained = [p for p, needs in zip(ctx.parameters, ctx.needs_input_grad[3:], strict=True) if needs]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, hidden.shape[1], ctx.tile_size):
+            rows = slice(start, start + ctx.tile_size)
+            tile = hidden[:, rows].detach().requires_grad_(dhidden is not None)
+            with torch.enable_grad(), ctx.autocast():
+                out = ctx.mlp(tile)
+            inputs = ([tile] if dhidden is not None else []) + trained
+            grads = list(torch.autograd.grad(out, inputs, dout[:, rows]))
+            if dhidden is not None:
+                dhidden[:, rows] = grads.pop(0)
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad
+        sums = iter(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        dparameters = [next(sums) if needs else None for needs in ctx.needs_input_grad[3:]]
+        return dhidden, None, None, *dparameters

@@ -1,0 +1,1 @@
+"""A checkpoint before training: its config and RoPE base, its weights, Liger's layers."""

@@ -1,0 +1,49 @@
+"""Liger's fused RMSNorm, RoPE and SwiGLU (arXiv 2410.10989) for models built afterwards."""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from ..common.errors import cannot_import
+from ..huggingface import modeling_module
+
+
+@functools.cache
+def liger_unavailable() -> str | None:
+    """Why liger-kernel cannot be used on this machine, or None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
+    return cannot_import("liger_kernel.transformers.monkey_patch", "liger-kernel")
+
+
+def liger_refusal(config: Any) -> str | None:
+    """What Liger's layers would silently drop from a model of this config, or None."""
+    if getattr(config, "mlp_bias", False):
+        return "Liger's SwiGLU has no bias, but this model has mlp_bias=True"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"Liger's SwiGLU uses silu, but this model has hidden_act={config.hidden_act!r}"
+    return None
+
+
+def apply_liger(config: Any) -> None:
+    """Make models of this family that are built afterwards use Liger's layers. The loss is `apply_fused_loss`'s affair.
+
+    Args:
+        config: of the model to build.
+
+    Raises:
+        ValueError: `liger_unavailable` gives a reason, the family is not supported, or `liger_refusal` gives a reason.
+    """
+    if reason := liger_unavailable():
+        raise ValueError(f"Liger's layers cannot be used: {reason}")
+    if refusal := liger_refusal(config):
+        raise ValueError(refusal)
+    modeling_module(config.model_type)
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type](
+        rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+    )

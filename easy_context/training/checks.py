@@ -1,0 +1,229 @@
+"""Every check of train.py's flags that needs no model weights; each problem names flag, value and remedy."""
+
+import argparse
+import importlib.util
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import first_line, name_flags, naming_flags
+from ..model.config import is_rope_base, set_rope_theta
+
+
+def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str], Any]:
+    """Check everything at once.
+
+    Args:
+        args: from `parse_arguments`; `liger` is settled here.
+        world_size: processes of the launch.
+
+    Returns:
+        All problems, and the model's config with the RoPE base and window that the flags ask for (None without one).
+    """
+    numbers = _number_problems(args)
+    problems = numbers + _output_problems(args) + _tracker_problems(args)
+    size, problem = _sequence_parallel_size(args, world_size)
+    problems += problem
+    config, problem = _load_config(args.model)
+    problems += problem
+    if config is not None and size is not None and not numbers:
+        problems += _model_problems(args, config, size)
+    problems += _dataset_problems(args, config)
+    return problems, config
+
+
+def launch_problems(world_size: int) -> list[str]:
+    """What is wrong with how this process was started."""
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        return [
+            f"WORLD_SIZE={world_size} is in the environment, but not {', '.join(missing)}: start with accelerate "
+            "launch or torchrun, which set them all, or unset WORLD_SIZE for one process"
+        ]
+    return []
+
+
+def _number_problems(args: argparse.Namespace) -> list[str]:
+    problems = []
+    at_least_one = (
+        "batch_size",
+        "gradient_accumulate_every",
+        "max_train_steps",
+        "eval_every",
+        "log_every",
+        "ring_degree",
+        "keep_last",
+    )
+    not_negative = (
+        *("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate"),
+        *("save_every", "save_minutes"),
+    )
+    for names, least in ((("seq_length",), 2), (at_least_one, 1), (not_negative, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if not (math.isfinite(value) and value >= least):
+                problems.append(f"--{name.replace('_', '-')} {value} must be a finite number, at least {least}")
+    if args.rope_theta is not None and not is_rope_base(args.rope_theta):
+        problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
+    if not 0 <= args.seed < 2**32:  # numpy takes no other
+        problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
+    if not all(0 <= beta < 1 for beta in args.adam_betas):
+        problems.append(f"--adam-betas {args.adam_betas} must lie in [0, 1)")
+    if args.mlp_tile_size and args.gradient_checkpointing == "none":
+        problems.append(
+            f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload: without it the MLP "
+            "would be computed twice"
+        )
+    return problems
+
+
+def _output_problems(args: argparse.Namespace) -> list[str]:
+    from ..common.files import nearest_existing, probe_folder
+    from .resume_files import MANIFEST
+    from .saving import is_finished
+
+    if not args.output_dir.strip():
+        return ["--output-dir is empty: name a folder"]
+    if args.resume not in ("auto", "none") and not (Path(args.resume) / MANIFEST).is_file():
+        return [f"--resume {args.resume} holds no {MANIFEST}: give the folder of a checkpoint, auto or none"]
+    output_dir = existing = Path(args.output_dir)
+    try:
+        existing = nearest_existing(output_dir)  # raises if a name is too long
+        probe_folder(existing)
+    except OSError as error:
+        return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
+    if is_finished(output_dir) and not args.overwrite:
+        return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
+    return []
+
+
+def _tracker_problems(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.wandb and args.report_to not in ("wandb", "all"):
+        problems.append(f"--wandb {args.wandb} has no effect with --report-to {args.report_to}: use wandb or all")
+    for tracker in ("wandb", "tensorboard"):
+        # Accelerate would leave a tracker out without a word.
+        if args.report_to in (tracker, "all") and importlib.util.find_spec(tracker) is None:
+            problems.append(
+                f"--report-to {args.report_to} needs the package {tracker}: pip install {tracker}, or choose another"
+            )
+    return problems
+
+
+def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[int | None, list[str]]:
+    """Processes that share a row, None if the flag is wrong."""
+    from ..mesh import sequence_size
+
+    try:
+        return sequence_size(args.sequence_parallel_size, world_size, args.parallel_mode), []
+    except ValueError as error:
+        return None, [name_flags(str(error))]
+
+
+def _load_config(model: str) -> tuple[Any, list[str]]:
+    from transformers import AutoConfig
+
+    from ..huggingface import modeling_module
+    from ..model.weights import check_weights
+
+    folder = Path(model)
+    if not folder.is_dir() and (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        return None, [f"--model {model}: no such folder; give a hub name or the folder of a saved model"]
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        return None, [f"--model {model} holds no config.json: give the folder of a saved model, or a hub name"]
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        reason = first_line(error)
+        return None, [f"--model {model} has no config that loads ({reason}): give a hub name or a model's folder"]
+    try:
+        modeling_module(config.model_type)
+    except ValueError as error:  # whose config may lack what the other checks read
+        return None, [f"--model {model}: {error}"]
+    try:
+        check_weights(model, config)
+    except ValueError as error:
+        return None, [str(error)]
+    return config, []
+
+
+def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
+    """What this model cannot do with these flags; also sets the RoPE base in `config`."""
+    from ..huggingface import refuse_model_features
+    from ..modes import get_mode
+
+    problems = []
+    checks = (
+        lambda: _check_engine(args, config),
+        lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
+        lambda: refuse_model_features(config, args.seq_length, size),
+        lambda: set_rope_theta(config, args.rope_theta, args.seq_length),
+        lambda: _check_dropout(config),
+        lambda: _check_liger(args, config),
+    )
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problem = name_flags(str(error))
+            problems.append(problem if "--" in problem else f"--model {args.model}: {problem}")
+    return problems
+
+
+@naming_flags()
+def _check_engine(args: argparse.Namespace, config: Any) -> None:
+    """Also of the kernel, on this machine; the library engine is imported only where it could run."""
+    import torch
+
+    from ..engines import check_engine, get_engine
+    from ..huggingface import head_dim
+    from ..kernels import check_kernel
+    from ..kernels.flash_attn import FlashAttnKernel
+
+    check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    what = device, dtype, head_dim(config)
+    if args.attn_engine == "easy_context":
+        check_kernel(args.attn_kernel, *what)
+        return
+    if reason := FlashAttnKernel().unsupported_reason(*what):
+        raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
+    get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
+
+
+def _check_dropout(config: Any) -> None:
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout} cannot be honoured: set attention_dropout to 0 in its config.json"
+        )
+
+
+def _check_liger(args: argparse.Namespace, config: Any) -> None:
+    from ..model.liger import liger_refusal, liger_unavailable
+
+    refusal = liger_refusal(config)
+    if args.liger is None:
+        args.liger = liger_unavailable() is None and refusal is None
+    elif args.liger and (reason := liger_unavailable()):
+        raise ValueError(f"--liger: {reason}; use --no-liger")
+    elif args.liger and refusal:
+        raise ValueError(f"--liger: {refusal}; use --no-liger")
+
+
+def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
+    from .batches import check_rows, load_rows
+
+    problems = []
+    for flag, name in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
+        if name is None:
+            continue
+        try:
+            rows = load_rows(name, flag)
+            if config is not None:
+                check_rows(rows, config.vocab_size, max(2, args.seq_length), f"{flag} {name}")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems

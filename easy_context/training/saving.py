@@ -1,0 +1,132 @@
+"""Saving a plain Hugging Face checkpoint, from whatever way the model was sharded."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from argparse import Namespace
+from pathlib import Path
+from typing import IO, Any
+
+from ..common.errors import first_line
+from ..common.files import first_free, write_whole
+from .arguments import refusal
+
+_claims: list[IO] = []  # open files, whose locks end with the process
+MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
+METRICS = "metrics.jsonl"
+# As save_pretrained names them.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+
+
+def is_finished(output_dir: Path) -> bool:
+    """Whether a run has saved its model in `output_dir`."""
+    return (output_dir / MODEL_CONFIG).exists()
+
+
+@refusal()
+def prepare_output_dir(args: Namespace) -> None:
+    """Make the output folder, claim it for this run and write `args.json`."""
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    claim(output_dir)
+    (output_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+
+
+def claim(output_dir: Path) -> None:
+    """Refuse other processes a folder until this one ends: two runs would overwrite each other's files.
+
+    Raises:
+        ValueError: another process has claimed it.
+    """
+    file = open(output_dir / ".training", "a+")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        file.seek(0)
+        raise ValueError(
+            f"--output-dir {output_dir}: {file.read() or 'another process'} is training into it. Wait for it, stop it "
+            "(a killed launcher can leave its workers behind), or choose another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _claims.append(file)
+
+
+def prepare_metrics(output_dir: Path, step: int) -> None:
+    """Make room for the metrics of the steps behind `step`.
+
+    A run that goes on keeps the lines up to its checkpoint; later ones are written again. A new run (step 0) keeps an
+    earlier run's file under a numbered name.
+    """
+    metrics = output_dir / METRICS
+    if not metrics.exists():
+        return
+    if step:
+        lines = metrics.read_text().splitlines(keepends=True)
+        # A killed run may have left half a line.
+        kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        write_whole(metrics, "".join(kept_lines))
+        return
+    kept = first_free(output_dir, "metrics-{}.jsonl")
+    metrics.rename(kept)
+    print(f"{metrics} of an earlier run is now {kept}")
+
+
+def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
+    """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
+
+    Every rank calls it. All files are written into a folder `.saving-model` first, so that a run that dies meanwhile
+    leaves an earlier model as it was. Then they are renamed into place, an earlier `config.json` going first and the
+    new one coming last: where there is a `config.json`, the model is whole.
+
+    Args:
+        accelerator: the Accelerator.
+        model: the prepared model.
+        tokenizer: saved beside the model; None for none.
+        output_dir: the folder.
+    """
+    target, partial = Path(output_dir), Path(output_dir) / ".saving-model"
+    state_dict = accelerator.get_state_dict(model)  # a collective; None off rank 0 under ZeRO-3
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        _follow_umask(partial)
+        (target / MODEL_CONFIG).unlink(missing_ok=True)
+        for old in target.iterdir():
+            if _WEIGHTS.fullmatch(old.name):
+                old.unlink()  # shards of another count would be found beside the new ones
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == MODEL_CONFIG):
+            if (target / path.name).is_dir():  # a tokenizer's chat templates
+                shutil.rmtree(target / path.name)
+            os.replace(path, target / path.name)
+        partial.rmdir()
+    accelerator.wait_for_everyone()
+
+
+def _follow_umask(folder: Path) -> None:
+    """Give every file the mode of the config, since safetensors are written for their owner alone."""
+    mode = (folder / MODEL_CONFIG).stat().st_mode
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode & 0o777)
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """The model's tokenizer, or None (said once) if there is none: training needs only token ids."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = first_line(error).rstrip(": ")
+        print(f"no tokenizer is saved with the model, because {name_or_path} has none that loads ({reason})")
+        return None

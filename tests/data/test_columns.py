@@ -1,0 +1,179 @@
+"""Columns beside the token ids: honoured, refused by name, or named as not used; alike in training and evaluation."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from easy_context.data.columns import apply_columns, describe_columns, kind_of
+from easy_context.evaluation.rows import tokenized_documents
+from easy_context.training.batches import check_rows, collate, load_rows
+
+IDS = [5, 6, 7, 8, 9, 3]
+LENGTH = len(IDS)
+LEARNED = [-100, -100, 7, 8, -100, 3]  # labels of which a column may be a copy
+VOCABULARY = 16
+
+# What says nothing about a row without padding.
+HARMLESS = [
+    {"attention_mask": [1] * LENGTH},
+    {"attention_mask": [True] * LENGTH},
+    {"position_ids": list(range(LENGTH))},
+    {"input_pos": list(range(LENGTH)), "segment_ids": [4] * LENGTH},
+    {"document_id": 17, "seq_idx": [0] * LENGTH, "token_type_ids": [0] * LENGTH},
+    {"doc_ids": [3, 8]},  # from which texts the row was made, not token by token
+    {"seq_lengths": [LENGTH]},
+    {"cu_seqlens": [0, LENGTH]},
+    {"cu_seqlens": [0, LENGTH, LENGTH]},
+    {"loss_mask": [1] * LENGTH},
+    {"special_tokens_mask": [0] * LENGTH},
+    {"loss_weights": [1.0] * LENGTH},
+    {"labels": LEARNED, "completion_mask": [int(label != -100) for label in LEARNED]},
+    {"labels": LEARNED, "special_tokens_mask": [1, 0, 0, 0, 0, 0]},
+    {"labels": LEARNED, "label_ids": LEARNED},
+    {"labels": LEARNED, "loss_weights": [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]},
+    {"target_ids": IDS},
+    {"position_ids": None, "attention_mask": None, "length": 3, "source": ["a", "b"]},
+]
+# What would be dropped without a word: column and value, and what the message says.
+PACKED = [0, 0, 0, 1, 1, 1]
+HARMFUL = [
+    ("attention_mask", [1, 1, 0, 1, 1, 1], "padding between its tokens"),
+    (
+        "attention_mask",
+        [1, 1, 1, 2, 2, 2],
+        "other values than 0 and 1: packed documents",
+    ),  # LLaMA-Factory, neat packing
+    ("attention_mask", [[1, 1], [1, 0]], "must be a list of numbers"),
+    ("attention_mask", [1, 1], "2 values for 6 tokens"),
+    ("position_ids", [0, 1, 2, 0, 1, 2], r"\[0, 1, 2, 0, ...\] does not count from 0"),  # Axolotl, TRL
+    ("position_ids", [1, 2, 3, 4, 5, 6], "does not count from 0"),
+    ("position_ids", [[0, 1], [2, 3, 4]], "must be a list of numbers"),
+    ("input_pos", [0, 1, 2, 0, 1, 2], "packed documents would be read as one text"),  # torchtune
+    ("inputs_position", [0, 1, 2, 0, 1, 2], "packed documents"),  # MaxText
+    ("segment_ids", PACKED, "changes within a row"),
+    ("document_ids", PACKED, "changes within a row"),
+    ("seq_idx", PACKED, "changes within a row"),  # TRL, Mamba
+    ("sequence_id", PACKED, "changes within a row"),  # LLM Foundry
+    ("inputs_segmentation", PACKED, "changes within a row"),
+    ("token_type_ids", PACKED, "changes within a row"),
+    ("seq_lengths", [3, 3], r"\[3, 3\] divides the row"),  # TRL
+    ("seq_lens", [3, 3], "divides the row"),
+    ("cu_seqlens", [0, 3, 6], "divides the row"),
+    ("cu_seq_lens_q", [0, 3, 6], "divides the row"),
+    ("seq_start_id", [0, 3], "divides the row"),  # NeMo
+    ("loss_mask", PACKED, "not to be learned, but only labels are read: give labels"),  # Megatron
+    ("completion_mask", PACKED, "give labels"),  # TRL
+    ("assistant_masks", PACKED, "give labels"),  # TRL, apply_chat_template
+    ("mask", PACKED, "give labels"),
+    ("special_tokens_mask", PACKED, "give labels"),
+    ("prompt_mask", PACKED, "give labels"),
+    ("loss_weights", [1.0, 0.5, 1.0, 1.0, 1.0, 1.0], "weighs tokens"),
+    ("loss_scale", [0.0, 0.0, 1.0, 1.0, 1.0, 1.0], "weighs tokens"),  # ms-swift
+    ("label_ids", LEARNED, "only labels are read"),
+    ("targets", [*IDS[1:], 0], "only labels are read"),
+]
+
+
+def evaluated(row: dict):
+    (document,) = tokenized_documents([row], "rows")
+    return document.input_ids, document.labels
+
+
+def trained(row: dict):
+    """As a dataset in a file, through all that training does."""
+    rows = datasets.Dataset.from_list([row]).with_format("torch")
+    check_rows(rows, VOCABULARY, LENGTH)
+    batch = collate([rows[0]], LENGTH, VOCABULARY)
+    return batch["input_ids"][0], batch["labels"][0]
+
+
+@pytest.mark.parametrize("read", [trained, evaluated])
+@pytest.mark.parametrize("columns", HARMLESS)
+def test_columns_that_say_nothing_are_no_obstacle(read, columns):
+    ids, labels = read({"input_ids": IDS, **columns})
+    assert ids.tolist() == IDS
+    assert labels.tolist() == columns.get("labels", IDS)
+
+
+@pytest.mark.parametrize("read", [trained, evaluated])
+@pytest.mark.parametrize("column, value, message", HARMFUL)
+def test_columns_that_cannot_be_honoured_are_refused_by_name(read, column, value, message):
+    with pytest.raises(ValueError, match=rf"row 0: {column} .*{message}"):
+        read({"input_ids": IDS, column: value})
+
+
+@pytest.mark.parametrize("read", [trained, evaluated])
+@pytest.mark.parametrize("left, right", [(0, 2), (2, 0), (1, 3), (0, 5)])
+def test_padding_is_left_out_and_other_columns_are_read_without_it(read, left, right):
+    mask = [0] * left + [1] * (LENGTH - left - right) + [0] * right
+    kept = slice(left, LENGTH - right)
+    row = {
+        "input_ids": IDS,
+        "labels": IDS,
+        "attention_mask": mask,
+        "position_ids": [0] * left + list(range(LENGTH - left - right)) + [1] * right,
+        "segment_ids": [0] * left + [1] * (LENGTH - left - right) + [2] * right,
+        "loss_mask": mask,
+        "cu_seqlens": [0, LENGTH - right, LENGTH],
+    }
+    if LENGTH - left - right == 1 and read is trained:
+        with pytest.raises(ValueError, match="no token to learn"):
+            read(row)
+        return
+    ids, labels = read(row)
+    assert ids.tolist() == labels.tolist() == IDS[kept]
+
+
+def test_the_issue_of_padded_rows():
+    """20 tokens and 28 of padding have 19 targets, not 47."""
+    row = {"input_ids": torch.tensor([5] * 20 + [0] * 28), "attention_mask": torch.tensor([1] * 20 + [0] * 28)}
+    batch = collate([row, {"input_ids": torch.tensor([3] * 30)}], 48, VOCABULARY)
+    assert batch["input_ids"].shape == (2, 30)
+    assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [19, 29]
+
+
+def test_rows_behind_the_first_are_checked_at_the_start_and_in_every_batch():
+    rows = [{"input_ids": IDS, "segment_ids": [0] * LENGTH}] * 40 + [{"input_ids": IDS, "segment_ids": PACKED}]
+    dataset = datasets.Dataset.from_list(rows).with_format("torch")
+    with pytest.raises(ValueError, match="--dataset x: row 40: segment_ids changes within a row"):
+        check_rows(dataset, VOCABULARY, LENGTH, "--dataset x")
+    with pytest.raises(ValueError, match="--eval-dataset: a row: segment_ids changes within a row"):
+        collate([dataset[40]], LENGTH, VOCABULARY, "--eval-dataset")
+
+
+def test_rows_of_nothing_but_padding_count_as_empty():
+    ids, labels = apply_columns({"attention_mask": [0, 0]}, np.array([1, 2]))
+    assert len(ids) == len(labels) == 0
+
+
+def test_the_log_says_once_what_is_used_and_what_is_not(tmp_path, caplog):
+    row = {"input_ids": IDS, "labels": LEARNED, "attention_mask": [1] * LENGTH, "source": "x", "length": 6, "doc_id": 9}
+    datasets.Dataset.from_list([row, row]).to_parquet(tmp_path / "rows.parquet")
+    name = str(tmp_path / "rows.parquet")
+    note = (
+        f"{name}: labels say which tokens are learned (-100: none); what attention_mask hides at the ends of a row is "
+        "left out; not used: doc_id, length, source"
+    )
+    for _ in range(2):
+        assert load_rows(name, "--eval-dataset").column_names == ["input_ids", "labels", "attention_mask"]
+        assert len(list(tokenized_documents([row, row], name))) == 2
+    said = [record.message for record in caplog.records if record.name.startswith("easy_context")]
+    assert said == [f"--eval-dataset {note}", f"--tokenized {note}"]
+
+
+def test_rows_of_ids_alone_need_no_word():
+    assert describe_columns(["input_ids"], ["input_ids"]) is None
+    assert describe_columns(["input_ids", "text"], ["input_ids"]) == "not used: text"
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels", "source", "text", "length", "id", "meta", "offset_mapping"])
+def test_common_columns_without_a_meaning_have_no_kind(column):
+    assert kind_of(column) is None
+
+
+def test_the_number_of_ignored_labels_is_the_losss():
+    from easy_context import loss
+    from easy_context.data import columns
+
+    assert columns.IGNORE_INDEX == loss.IGNORE_INDEX

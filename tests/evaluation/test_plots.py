@@ -1,0 +1,402 @@
+"""Pictures come out of every kind of result file, and other files are refused by name."""
+
+import json
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import plot
+from easy_context.data.preparation.report import length_edges
+from easy_context.evaluation import axes, plots, results
+
+PERPLEXITY_CSV = """model,document,length,tokens,loss,perplexity
+runs/a,x.txt,256,255,2.0,7.389
+runs/a,y.txt,256,85,4.0,54.6
+runs/a,x.txt,512,511,2.5,12.18
+runs/a,z.txt,512,0,nan,nan
+"""
+
+
+@pytest.fixture
+def csv_file(tmp_path):
+    file = tmp_path / "p.csv"
+    file.write_text(PERPLEXITY_CSV)
+    return file
+
+
+def ink(file):
+    """Size in pixels, and the share of pixels that are not white: a picture with something on it."""
+    image = matplotlib.image.imread(file)
+    return image.shape[1], image.shape[0], float((image[..., :3].min(axis=2) < 0.9).mean())
+
+
+def drawn(monkeypatch, *arguments):
+    """The figure of a call of plot.py, and its axes, drawn but not saved."""
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, axes, output, title: figures.append((figure, axes, title)))
+    plot.main([str(word) for word in arguments])
+    (figure, axes, title), *more = figures
+    assert not more
+    axes.set_title(title)
+    figure.canvas.draw()
+    return figure, axes
+
+
+def tick_labels(axis):
+    return [label.get_text() for label in axis.get_ticklabels() if label.get_text()]
+
+
+def assert_labels_are_apart(axis):
+    boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
+    assert len(boxes) > 1
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[i + 1 :]), tick_labels(axis)
+
+
+def test_lengths_are_labelled_as_people_write_them():
+    labels = {
+        **{512: "512", 750: "750", 1000: "1000", 1024: "1K", 1536: "1.5K", 4000: "4000", 4096: "4K", 9999: "9999"},
+        **{10_000: "10,000", 50_000: "50,000", 65_536: "64K", 128_000: "128,000", 131_072: "128K", 199_700: "199,700"},
+        **{512_000: "512,000", 2**19: "512K", 1_000_000: "1,000,000", 1_024_000: "1,024,000", 2**20: "1M"},
+        **{1_500_000: "1,500,000", 3 * 2**19: "1.5M", 2**20 + 2**15: "1056K"},
+    }
+    assert {n: axes.tokens_label(n) for n in labels} == labels
+
+
+def test_no_two_lengths_share_a_label():
+    lengths = {n * unit for n in range(1, 300) for unit in (1, 100, 500, 512, 1000, 1024, 10**6, 2**18, 2**20)}
+    assert len({axes.tokens_label(n) for n in lengths}) == len(lengths)
+
+
+def test_perplexity_is_pooled_over_tokens(csv_file):
+    (curve,) = results.read_perplexity(csv_file)
+    loss, tokens = curve.sums[256]
+    assert tokens == 340 and loss / tokens == pytest.approx((2 * 255 + 4 * 85) / 340)
+    assert curve.sums[512] == (pytest.approx(2.5 * 511), 511)
+    assert curve.points == [(256, pytest.approx(math.exp(2.5))), (512, pytest.approx(math.exp(2.5)))]
+    assert curve.label == "runs/a" and curve.trained_length is None
+
+
+def perplexity_file(file, curves, trained=None):
+    """A CSV of curves: model -> (length -> loss)."""
+    rows = [
+        f"{model},x.txt,{length},{length - 1},{loss},0,{(trained or {}).get(model, '')}"
+        for model, losses in curves.items()
+        for length, loss in losses.items()
+    ]
+    file.write_text("\n".join(["model,document,length,tokens,loss,perplexity,trained_length", *rows]) + "\n")
+    return file
+
+
+GRID = range(4096, 196608 + 1, 4096)
+BROKEN = {"before": {n: min(3.2 + n / 8192, 8.7) for n in GRID}, "after": {n: 3.28 for n in GRID}}
+
+
+def dotted_lines(axes):
+    return {line.get_xdata()[0]: line for line in axes.lines if line.get_linestyle() == ":"}
+
+
+def test_perplexity_marks_trained_lengths_and_powers_of_two(tmp_path, monkeypatch):
+    file = perplexity_file(tmp_path / "p.csv", BROKEN, {"before": 8192, "after": 131072})
+    _, axes = drawn(monkeypatch, "perplexity", file)
+    assert tick_labels(axes.xaxis) == ["4K", "8K", "16K", "32K", "64K", "128K"]
+    assert axes.get_xlabel() == "context length (tokens, K = 1024)"
+    before, after = axes.lines[:2]
+    marks = dotted_lines(axes)
+    assert {n: line.get_color() for n, line in marks.items()} == {8192: before.get_color(), 131072: after.get_color()}
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["before", "after", "trained length 8K", "trained length 128K"]
+    assert axes.get_title() == "Perplexity by context length"
+    # A flat curve near 27 has a label between it and half as much again.
+    near = [value for value in map(float, tick_labels(axes.yaxis)) if 27 / 1.5 <= value <= 27 * 1.5]
+    assert axes.get_yscale() == "log" and near
+    assert_labels_are_apart(axes.yaxis)
+
+
+def test_trained_lengths_from_the_flag_win_and_one_shared_by_curves_has_no_curves_colour(tmp_path, monkeypatch):
+    file = perplexity_file(tmp_path / "p.csv", BROKEN, {"before": 8192})
+    _, axes = drawn(monkeypatch, "perplexity", file, "--trained-length", "16384")
+    ((length, line),) = dotted_lines(axes).items()
+    assert length == 16384 and line.get_color() not in {curve.get_color() for curve in axes.lines[:2]}
+    _, axes = drawn(monkeypatch, "perplexity", file, "--trained-length", "8192", "1048576")
+    assert set(dotted_lines(axes)) == {8192}  # the other lies beyond what was measured
+    with pytest.raises(SystemExit, match="--trained-length: 3 for 2 curves .before, after."):
+        plot.main(["perplexity", str(file), "--trained-length", "1", "2", "3"])
+    with pytest.raises(SystemExit, match="--trained-length 0: give at least 1"):
+        plot.main(["perplexity", str(file), "--trained-length", "0"])
+
+
+@pytest.mark.parametrize(
+    "shortest, step, count", [(1000, 1000, 100), (50_000, 50_000, 20), (4096, 4096, 3), (32, 32, 8)]
+)
+def test_labels_of_lengths_are_apart(tmp_path, monkeypatch, shortest, step, count):
+    lengths = range(shortest, shortest + step * count, step)
+    file = perplexity_file(tmp_path / "p.csv", {"m": {n: 2.0 for n in lengths}})
+    _, axes = drawn(monkeypatch, "perplexity", file)
+    assert_labels_are_apart(axes.xaxis)
+    cells = [{"task": "needle", "length": n, "depth": 0.5, "accuracy": 1} for n in list(lengths)[:20]]
+    (tmp_path / "cells.jsonl").write_text("\n".join(map(json.dumps, cells)))
+    _, axes = drawn(monkeypatch, "needle", tmp_path / "cells.jsonl")
+    labels = axes.get_xticklabels()
+    if labels[0].get_rotation() == 0:
+        assert_labels_are_apart(axes.xaxis)
+    assert [label.get_text() for label in labels] == [plots.tokens_label(cell["length"]) for cell in cells]
+
+
+ORIGINALS = """,50000,100000,150000
+output/7B_rope_500M,1.84,1.73,nan
+NousResearch/other,2.5,3.5,4.5
+"""
+
+
+def test_the_originals_call_and_file(tmp_path, monkeypatch):
+    file = tmp_path / "debug.csv"
+    file.write_text(ORIGINALS)
+    _, axes = drawn(monkeypatch, file, "--xmax", "550000", "--ymax", "2", "--ymin", "1.5")
+    assert axes.get_xlim()[1] == 550000 and axes.get_ylim() == (1.5, 2)
+    first, second = axes.lines
+    assert first.get_label() == "7B_rope_500M"
+    assert first.get_xydata().tolist() == [[50000, pytest.approx(1.84)], [100000, pytest.approx(1.73)]]
+    assert second.get_ydata().tolist() == [pytest.approx(value) for value in (2.5, 3.5, 4.5)]
+    assert tick_labels(axes.xaxis) == ["50,000", "100,000"]  # of the points that are seen
+    # Beside a file of ours, and with the word in front.
+    ours = perplexity_file(tmp_path / "p.csv", {"m": {50000: 0.5, 100000: 0.5}})
+    _, axes = drawn(monkeypatch, "perplexity", file, ours)
+    assert [line.get_label() for line in axes.lines] == ["7B_rope_500M", "other", "m"]
+    with pytest.raises(SystemExit, match="debug.cvs: no such file .and no kind of result: perplexity, needle, loss"):
+        plot.main([str(tmp_path / "debug.cvs")])
+
+
+def test_limits_of_the_axes(tmp_path, monkeypatch):
+    file = perplexity_file(tmp_path / "p.csv", BROKEN)
+    _, axes = drawn(monkeypatch, file, "--xmin", "0", "--ymin", "0", "--ymax", "100")
+    assert axes.get_xscale() == axes.get_yscale() == "linear"  # a logarithmic axis has no 0
+    assert axes.get_xlim()[0] == 0 and axes.get_ylim() == (0, 100)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": null}\n')
+    _, axes = drawn(monkeypatch, "loss", tmp_path / "metrics.jsonl", "--ymin", "0")
+    assert axes.get_ylim()[0] == 0 and axes.get_title() == "Training loss"
+    for arguments, message in (
+        (["--xmin", "9", "--xmax", "9"], "--xmin 9 must be below --xmax 9"),
+        (["--ymin", "nan"], "--ymin nan: give a finite number"),
+        (
+            ["--xmax", "100"],
+            "--xmax 100: no point lies there; x goes from 4096 to 196608 and y from 26.5758 to .*",
+        ),
+        (["--xmin", "5e5", "--ymax", "9"], "--xmin 500000 --ymax 9: no point lies there"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            plot.main([str(file), *arguments])
+    with pytest.raises(SystemExit, match="--ymin 6: no point lies there; x goes from 1 to 1 and y from 5 to 5"):
+        plot.main(["loss", str(tmp_path / "metrics.jsonl"), "--ymin", "6"])
+    cells = needle_file(tmp_path / "a")
+    with pytest.raises(SystemExit, match="--ymin and --ymax are for curves, and needle draws none"):
+        plot.main(["needle", cells, "--ymax", "1"])
+    with pytest.raises(SystemExit, match="--trained-length is for perplexity, and needle does not mark it"):
+        plot.main(["needle", cells, "--trained-length", "1"])
+    with pytest.raises(SystemExit, match="loss: name the files to draw after it"):
+        plot.main(["loss"])
+
+
+def test_needle_titles_name_model_task_and_lengths(tmp_path, monkeypatch):
+    file = tmp_path / "cells.jsonl"
+    cells = [{"task": "needle", "length": n, "depth": 0.5, "accuracy": 1} for n in (8192, 131072)]
+    lines = [{"model": "output/SmolLM2-128K", "settings": {}}, *cells]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert drawn(monkeypatch, "needle", file)[1].get_title() == "SmolLM2-128K: needle, 8K to 128K tokens"
+    file.write_text("\n".join(map(json.dumps, [{"settings": {}}, cells[0]])))  # of an earlier version
+    assert drawn(monkeypatch, "needle", file)[1].get_title() == "needle, 8K tokens"
+    assert drawn(monkeypatch, "needle", file, "--title", "T")[1].get_title() == "T"
+
+
+def test_a_flag_is_not_taken_for_one_that_begins_alike(csv_file, capsys):
+    with pytest.raises(SystemExit):
+        plot.main([str(csv_file), "--trained", "512"])
+    assert "unrecognized arguments: --trained" in capsys.readouterr().err
+
+
+def test_perplexity_of_several_models_in_one_picture(csv_file, tmp_path):
+    other = tmp_path / "q.csv"
+    other.write_text(PERPLEXITY_CSV.replace("runs/a", "later/a").replace("2.5", "12.5"))
+    plot.main(["perplexity", str(csv_file), str(other), "--title", "two"])
+    width, height, share = ink(tmp_path / "p.png")
+    assert width > 800 and height > 500 and share > 0.01
+    assert plot.labelled(["runs/a", "later/a"], None) == ["runs/a", "later/a"]
+    assert plot.labelled(["runs/a", "later/b"], None) == ["a", "b"]
+    with pytest.raises(SystemExit, match="--labels: 1 for 2 curves"):
+        plot.main(["perplexity", str(csv_file), str(other), "--labels", "one"])
+
+
+def test_a_heatmap_of_twenty_by_eleven_cells_keeps_its_numbers_apart(tmp_path):
+    cells = [
+        {"task": "needle", "length": 50_000 * i, "depth": j / 10, "accuracy": (i + j) / 30}
+        for i in range(1, 21)
+        for j in range(11)
+    ]
+    file = tmp_path / "cells.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in ({"settings": {}}, *cells)) + "\n")
+    plot.main(["needle", str(file), "-o", str(tmp_path / "n.png")])
+    width, height, share = ink(tmp_path / "n.png")
+    assert width > 20 * 70 and height > 11 * 50 and share > 0.3  # room for "100" in 9 points at 150 dots an inch
+
+
+def test_cells_from_a_csv_without_depth(tmp_path):
+    file = tmp_path / "cells.csv"
+    file.write_text("task,length,depth,accuracy,item_accuracy\nvt,4096,,0.5,0.7\nvt,8192,,0.25,0.5\n")
+    assert results.read_cells(file)[1][1] == {"task": "vt", "length": 8192, "depth": None, "accuracy": 0.25}
+    plot.main(["needle", str(file)])
+    assert ink(tmp_path / "cells.png")[2] > 0.1
+    file.write_text("task,length,depth,accuracy,item_accuracy\nvt,4096,,0.5,0.7\ncw,8192,,0.25,0.5\n")
+    with pytest.raises(SystemExit, match="cells.csv holds cw, vt; draw one task at a time"):
+        plot.main(["needle", str(file)])
+
+
+def test_losses_of_two_stages(tmp_path):
+    files = []
+    for stage in (1, 2):
+        folder = tmp_path / f"stage{stage}"
+        folder.mkdir()
+        files.append(folder / "metrics.jsonl")
+        records = [{"step": step, "loss": 5 / stage - math.log(step), "tokens": 1} for step in range(1, 60)]
+        files[-1].write_text("\n".join(map(json.dumps, records)))
+    assert len(results.read_metrics(files[0])) == 59
+    plot.main(["loss", *map(str, files), "-o", str(tmp_path / "deep" / "l.png")])
+    assert ink(tmp_path / "deep" / "l.png")[2] > 0.01
+    assert plots.running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+A_CELL = '{"task": "t", "length": 8, "depth": 0, "accuracy": 1}'
+
+
+@pytest.mark.parametrize(
+    "kind, content, message",
+    [
+        ("perplexity", "a,b\n1,2\n", "lacks the columns .*not a CSV of eval_ppl.py"),
+        ("perplexity", "model,length,tokens,loss\n", "has no rows"),
+        ("perplexity", ",256,x\na,1.5,2\n", "f, line 1: length 'x' must be a whole number"),
+        ("perplexity", ",256,512\na,1.5\n", "f, line 2 has another number of fields than line 1"),
+        ("perplexity", ",256,512\n\na,1.5,0.5\n", "f, line 3: perplexity '0.5' must be a number of at least 1"),
+        ("perplexity", ",256\na,1.5\na,2\n", "f, line 3 gives a again"),
+        ("perplexity", ",256\na,nan\n", "a has no scored token at any length"),
+        ("perplexity", ",256\n", "has no rows"),
+        ("perplexity", "model,length,tokens,loss,trained_length\nm,8,7,1,x\n", "line 2: trained_length 'x' must be a"),
+        ("needle", '{"settings": {}}\n', "holds no cells of eval_needle.py"),
+        ("needle", "a,b\n1,2\n", "lacks the columns .*: it is not a JSONL or CSV of eval_needle.py"),
+        ("needle", "", "lacks the columns"),
+        ("loss", '{"a": 1}\n', "f, line 1 has no step and loss"),
+        ("loss", '{"step": 1, "loss": 2}\n{"foo": 1}\n', "f, line 2 has no step and loss: it is no line of a metrics"),
+        ("loss", "", "f has no lines"),
+        (
+            "needle",
+            '{"settings": {}}\n{"task": "t", "length": 8, "depth": 0, "accuracy": 1}\n{"settings": {}}\n',
+            "line 3: no",
+        ),
+        ("loss", "no JSON\n", "f, line 1 is not JSON"),
+        ("loss", "no JSON", "f, line 1 is not JSON"),
+        ("loss", '{"step": 1, "loss": 2}\n{"step": 2\n{"step": 3, "loss": 2}\n', "f, line 2 is not JSON"),
+        ("loss", '{"step": 1, "loss": "low"}\n', "f, line 1: loss 'low' must be a number"),
+        ("loss", "3\n", "f, line 1 is not a JSON object"),
+        ("loss", "\udcff\udcfe", "f is no text file"),
+        ("needle", "{\udcff\n", "f is no text file"),
+        ("perplexity", "\udcff\n", "f is no text file"),
+        ("needle", '{"settings": {}}\n{"accuracy": 1}\n', "f, line 2: no task"),
+        (
+            "needle",
+            '{"task": "t", "length": 8, "depth": 0, "accuracy": 1.5}\n',
+            "line 1: accuracy 1.5 must be .* 0 to 1",
+        ),
+        ("needle", '{"task": "t", "length": 8.5, "depth": 0, "accuracy": 1}\n', "line 1: length 8.5 must be a whole"),
+        ("needle", '{"task": "t", "length": 8, "depth": "x", "accuracy": 1}\n', "line 1: depth 'x' must be a number"),
+        ("needle", '{"task": "t", "depth": 0, "accuracy": 1}\n', "line 1: length None must be a whole number"),
+        ("needle", "task,length,depth,accuracy\nt,8,0\n", "f, line 2 does not have the 4 fields"),
+        ("needle", "task,length,depth,accuracy\n,8,0,1\n", "f, line 2: no task"),
+        ("perplexity", "model,length,tokens,loss\nm,8,7\n", "f, line 2 does not have the 4 fields"),
+        ("perplexity", "model,length,tokens,loss\nm,8,7,1,1\n", "f, line 2 does not have the 4 fields"),
+        ("perplexity", "model,length,tokens,loss\nm,8,7,1\nm,x,7,1\n", "f, line 3: length 'x' must be a whole number"),
+        ("perplexity", "model,length,tokens,loss\nm,8,7,nan\n", "f, line 2: loss 'nan' must be a number"),
+        ("perplexity", "model,length,tokens,loss\nm,8,7,inf\n", "f, line 2: loss 'inf' must be a number"),
+        ("perplexity", "model,length,tokens,loss\nm,8,-7,1\n", "f, line 2: tokens '-7' must be a whole number"),
+        ("perplexity", "model,length,tokens,loss\nm,8,0,nan\nm,9,0,nan\n", "m has no scored token at any length"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, kind, content, message):
+    (tmp_path / "f").write_text(content, errors="surrogateescape")
+    with pytest.raises(SystemExit, match=message):
+        plot.main([kind, str(tmp_path / "f")])
+    with pytest.raises(SystemExit, match="absent: no such file"):
+        plot.main([kind, str(tmp_path / "absent")])
+
+
+def test_lengths_of_documents_are_drawn_from_the_shortest_to_the_longest():
+    sources = [np.array([140, 1500]), np.array([], np.int64), np.array([4096])]
+    assert length_edges(sources).tolist() == [128, 256, 512, 1024, 2048, 4096, 8192]
+    for lengths in ([1], [128], [127, 129], [2**20]):  # each lies below the last border, and at or above the first
+        edges = length_edges([np.array(lengths)])
+        assert edges[0] <= min(lengths) < edges[1] and edges[-2] <= max(lengths) < edges[-1]
+    assert length_edges([np.array([], np.int64)]).tolist() == [1, 2]
+
+
+def needle_file(folder, name="cells.jsonl", task="t"):
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(json.dumps({"task": task, "length": 8, "depth": 0.5, "accuracy": 0.5}) + "\n")
+    return str(file)
+
+
+def test_needle_results_are_drawn_one_by_one(tmp_path, capsys):
+    files = [needle_file(tmp_path / "a"), needle_file(tmp_path / "b", task="other")]
+    plot.main(["needle", *files])
+    pictures = [tmp_path / name / "cells.png" for name in "ab"]
+    assert all(ink(picture)[2] > 0.1 for picture in pictures)
+    assert capsys.readouterr().out == f"wrote {pictures[0]}, {pictures[1]}\n"
+    with pytest.raises(SystemExit, match="two of them would be .*one.png; draw them one by one"):
+        plot.main(["needle", *files, "-o", str(tmp_path / "one.png")])
+    with pytest.raises(SystemExit, match="cells.jsonl is given twice; leave one out"):
+        plot.main(["needle", files[0], files[0]])
+    with pytest.raises(SystemExit, match="--labels name curves, and needle draws none"):
+        plot.main(["needle", files[0], "--labels", "a"])
+
+
+def test_the_name_that_is_printed_is_the_files(tmp_path, capsys):
+    file = needle_file(tmp_path / "a")
+    (tmp_path / "folder").mkdir()
+    for output, picture in (("folder", "folder/cells.png"), ("bare", "bare.png"), ("x.svg", "x.svg")):
+        plot.main(["needle", file, "-o", str(tmp_path / output)])
+        assert capsys.readouterr().out == f"wrote {tmp_path / picture}\n"
+        assert (tmp_path / picture).is_file()
+    assert not (tmp_path / "folder.png").exists()
+    with pytest.raises(SystemExit, match="--output x.csv: .csv is no kind of picture"):
+        plot.main(["needle", file, "-o", "x.csv"])
+    named_png = needle_file(tmp_path, "cells.png")
+    with pytest.raises(SystemExit, match="would replace what is drawn"):
+        plot.main(["needle", named_png])
+
+
+def test_a_loss_that_was_not_finite_is_a_gap(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": step, "loss": None if step == 20 else 1 / step} for step in range(1, 40)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))  # as train.py writes NaN
+    losses = [record["loss"] for record in results.read_metrics(file)]
+    assert [math.isnan(loss) for loss in losses] == [step == 20 for step in range(1, 40)]
+    plot.main(["loss", str(file)])
+    assert ink(tmp_path / "metrics.png")[2] > 0.01
+
+
+def test_half_a_last_line_is_left_out_with_a_note(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    assert [record["step"] for record in results.read_metrics(file)] == [1, 2]
+    assert capsys.readouterr().err == f"{file}, line 3 is unfinished and left out\n"
+    with open(needle_file(tmp_path), "a") as opened:
+        opened.write('{"task": "t", "len')
+    assert len(results.read_cells(tmp_path / "cells.jsonl")[1]) == 1
+
+
+def test_one_model_in_two_files_is_two_curves_with_two_labels(csv_file, tmp_path, monkeypatch):
+    other = tmp_path / "q.csv"
+    other.write_text(PERPLEXITY_CSV)
+    labels = [line.get_label() for line in drawn(monkeypatch, "perplexity", csv_file, other)[1].lines]
+    assert len(set(labels)) == 2 and "p.csv" in labels[0] and "q.csv" in labels[1]
+    with pytest.raises(SystemExit, match="p.csv is given twice"):
+        plot.main(["perplexity", str(csv_file), str(csv_file)])

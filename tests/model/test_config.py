@@ -1,0 +1,115 @@
+"""The RoPE base must hold in the loaded model, in what is saved, and in a reload; other scaling stays."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from easy_context.model.config import set_rope_theta
+
+HEAD_DIM = 16
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn without original window": {"factor": 4.0},
+}
+
+
+def saved_model(folder, config) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def inverse_frequencies(model) -> torch.Tensor:
+    return model.model.rotary_emb.inv_freq.double()
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_the_base_holds_after_load_save_and_reload(tmp_path, family):
+    name = saved_model(tmp_path / "start", family(**SMALL, head_dim=HEAD_DIM))
+    config = AutoConfig.from_pretrained(name)
+    set_rope_theta(config, 5e6, 4096)
+    expected = 5e6 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+
+    model = AutoModelForCausalLM.from_pretrained(name, config=config)
+    torch.testing.assert_close(inverse_frequencies(model), expected, rtol=1e-6, atol=0)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(inverse_frequencies(again), expected, rtol=1e-6, atol=0)
+    assert again.config.rope_parameters["rope_theta"] == 5e6
+    assert again.config.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("theta", [None, 5e5])
+def test_other_scaling_is_kept(tmp_path, name, theta):
+    """As if the model had been made with that base: what the window is raised to does not change the scaling."""
+    scaling = {"rope_type": name.split()[0], **SCALINGS[name]}
+    start = saved_model(tmp_path / "start", LlamaConfig(**SMALL, rope_parameters={**scaling, "rope_theta": 1e4}))
+    config = AutoConfig.from_pretrained(start)
+    set_rope_theta(config, theta, 1024)
+    stretched = AutoModelForCausalLM.from_pretrained(start, config=config)
+    direct = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SMALL, rope_parameters={**scaling, "rope_theta": theta or 1e4})
+    )
+
+    torch.testing.assert_close(inverse_frequencies(stretched), inverse_frequencies(direct), rtol=1e-6, atol=0)
+    assert stretched.model.rotary_emb.attention_scaling == direct.model.rotary_emb.attention_scaling
+    for key, value in scaling.items():
+        assert stretched.config.rope_parameters[key] == value
+    assert stretched.config.max_position_embeddings == 1024
+
+
+def test_the_window_is_never_lowered():
+    config = LlamaConfig(**SMALL)
+    set_rope_theta(config, None, 16)
+    assert config.max_position_embeddings == 64
+    set_rope_theta(config, 1e6, None)
+    assert config.max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_scaling_that_depends_on_the_window_is_not_changed_by_raising_it(rope_type):
+    """Its cosines are computed from max_position_embeddings, so that another window would be another model."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope_type == "longrope" else {"factor": 2.0}
+    config = LlamaConfig(**SMALL, rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **factors})
+    with pytest.raises(ValueError, match=f"(?s){rope_type}.*64.*seq_length"):
+        set_rope_theta(config, None, 128)
+    set_rope_theta(config, 1e5, 64)
+    assert config.max_position_embeddings == 64
+
+
+@pytest.mark.parametrize("theta", [0.5, 1.0, 1e4, 1e12])
+def test_every_positive_base_can_be_set(theta):
+    config = LlamaConfig(**SMALL)
+    set_rope_theta(config, theta, None)
+    assert config.rope_parameters["rope_theta"] == theta
+
+
+@pytest.mark.parametrize("theta", [0, -1e4, float("nan"), float("inf")])
+def test_bases_that_cannot_be_set_are_refused(theta):
+    with pytest.raises(ValueError, match=f"rope_theta {theta} must be positive and finite"):
+        set_rope_theta(LlamaConfig(**SMALL), theta, None)
+
+
+def test_one_base_cannot_replace_a_base_for_each_layer_type():
+    config = LlamaConfig(**SMALL)
+    config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ValueError, match="(?s)rope_theta.*full_attention"):
+        set_rope_theta(config, 1e6, None)

@@ -1,0 +1,354 @@
+"""Both benchmarks run on tiny sizes without a GPU, write the JSON they promise, and count right."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launching import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+TINY_MODEL = [
+    "--hidden-size",
+    "32",
+    "--intermediate-size",
+    "64",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--vocab-size",
+    "128",
+    "--full-depth",
+    "4",
+]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of benchmarks/ as its scripts see it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def run(script: str, *arguments: str, processes: int = 1) -> str:
+    """Runs a benchmark as a user would, on the CPU; returns what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(BENCHMARKS / script), *arguments]
+    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def parse(module, monkeypatch, *arguments: str):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    return module.parse_arguments()
+
+
+def test_attention_on_two_processes(tmp_path):
+    output = tmp_path / "attention.json"
+    sizes = [
+        "--seq-length",
+        "128",
+        "64",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--check-length",
+        "64",
+        "--repeats",
+        "2",
+    ]
+    modes = ["--modes", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "zigzag_all_gather"]
+    printed = run("attention.py", *sizes, *modes, "--output", str(output), processes=2)
+    results = json.loads(output.read_text())
+    assert results["environment"]["processes"] == 2
+    assert results["environment"]["packages"]["torch"] == torch.__version__
+    rows = {(row["method"], row["kernel"], row["seq_length"]): row for row in results["rows"]}
+    for seq_length in (64, 128):
+        single = rows["one GPU", "cpu", seq_length]
+        for mode in modes[1:]:
+            row = rows[mode, "cpu", seq_length]
+            assert row["error"] < 0.02  # bf16 against float64
+            assert row["of_limit"] == pytest.approx(single["total_ms"] / 2 / row["total_ms"])
+            assert row["tflops_per_gpu"] > 0 and row["repeats"] == 2
+        for peer in ("ring-flash-attn zigzag", "yunchang Ulysses"):  # on PyTorch's kernel in place of flash-attn's
+            row = rows[peer, "torch_flash", seq_length]
+            assert row["error"] < 0.02 and row["total_ms"] > 0
+            assert "flash-attn" in row["note"]
+        # What needs a GPU is a row that says so, and nothing else is lost.
+        assert rows["context_parallel", "cudnn", seq_length]["note"]
+    assert "| zigzag_ring_attn" in printed and "of limit" in printed
+
+
+def test_train_step_on_one_process(tmp_path):
+    output = tmp_path / "step.json"
+    arguments = [*TINY_MODEL, *["--seq-length", "64", "--layers", "1", "2", "--steps", "1", "--output"], str(output)]
+    printed = run("train_step.py", *arguments)
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["method"] for row in rows} == {
+        "ours: data_parallel, full, keep gpu",
+        "original + fused loss",
+        "original recipe",
+    }
+    assert sorted({row["layers"] for row in rows}) == [1, 2, 4]
+    measured = [row for row in rows if row["layers"] < 4]  # extrapolated times of tiny models are noise
+    assert all(row["tokens_per_second_per_gpu"] > 0 and row["vs_original"] > 0 for row in measured)
+    for layers in (1, 2):  # same weights, same rows
+        losses = [row["loss"] for row in rows if row["layers"] == layers]
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
+    assert "4 from 1, 2" in printed
+
+
+@pytest.mark.slow
+def test_train_step_under_zero3(tmp_path):
+    output = tmp_path / "step.json"
+    methods = [
+        "--methods",
+        "ours",
+        "alst_cudnn",
+        "alst_cudnn_tiled",
+        "original",
+        "--modes",
+        "zigzag_ring_attn",
+        "dist_flash_attn",
+    ]
+    sizes = [
+        "--seq-length",
+        "64",
+        "128",
+        "--layers",
+        "2",
+        "--tokens-per-step",
+        "256",
+        "--steps",
+        "1",
+        "--mlp-tile-size",
+        "16",
+    ]
+    run("train_step.py", *TINY_MODEL, *methods, *sizes, "--output", str(output), processes=2)
+    rows = json.loads(output.read_text())["rows"]
+    assert len(rows) == 10 and not any("note" in row for row in rows)
+    for seq_length in (64, 128):  # the second length starts from weights that a few steps moved alike
+        runs = [row["losses"] for row in rows if row["seq_length"] == seq_length]
+        for losses in runs[1:]:
+            assert losses == pytest.approx(runs[0], rel=2e-3)
+    assert {row["micro_batches"] for row in rows} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("attention", ["--heads", "6", "--kv-heads", "4"], "--kv-heads 4"),
+        ("attention", ["--seq-length", "100"], "multiple of 16"),
+        ("attention", ["--repeats", "0"], "--repeats"),
+        ("train_step", ["--steps", "0"], "--steps"),
+        ("train_step", ["--layers", "4", "4"], "--layers"),
+        ("train_step", ["--hidden-size", "30"], "--hidden-size"),
+        ("train_step", ["--methods", "nothing"], "--methods"),
+    ],
+)
+def test_wrong_arguments(load, monkeypatch, capsys, script, arguments, message):
+    with pytest.raises(SystemExit):
+        parse(load(script), monkeypatch, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_names_are_those_of_the_package(load):
+    """The scripts list names without importing torch."""
+    from easy_context.kernels import KERNELS
+    from easy_context.modes import MODES
+
+    assert set(load("attention").KERNELS) <= set(KERNELS)
+    assert set(load("attention").OUR_MODES) | set(load("train_step").MODES) <= set(MODES)
+
+
+def test_attention_flops(load):
+    row = {"seq_length": 65536, "forward_ms": 100.0, "backward_ms": 250.0, "total_ms": 350.0}
+    args = SimpleNamespace(batch_size=1, heads=32, head_dim=128)
+    load("attention_runs").add_rates(row, args, devices=1)
+    # 2 products of 2·n²/2·heads·head_dim FLOPs forward; two and a half times that backward
+    forward = 2 * 65536**2 * 32 * 128 / 0.1 / 1e12
+    assert row["forward_tflops"] == pytest.approx(forward)
+    assert row["backward_tflops"] == pytest.approx(forward)
+    assert row["tflops_per_gpu"] == pytest.approx(forward)
+
+
+def test_model_flops_utilisation_of_llama_3_8b(load, monkeypatch):
+    from easy_context.training.metrics import flops_per_token
+
+    step = load("train_step")
+    args = parse(step, monkeypatch)
+    config, parameters = step.model_config(args, 32), step.parameter_count(args, 32)
+    assert parameters == 8_030_261_248
+    # 3486 tokens/s on one GPU of 989 TFLOP/s at 128K tokens are 52.2 %
+    assert 3486 * flops_per_token(config, parameters, 131072) / 989e12 == pytest.approx(0.522, abs=5e-4)
+
+
+def test_parameter_count_is_the_models(load, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    step = load("train_step")
+    args = parse(step, monkeypatch, *TINY_MODEL)
+    model = AutoModelForCausalLM.from_config(step.model_config(args, 3))
+    assert step.parameter_count(args, 3) == sum(p.numel() for p in model.parameters())
+
+
+def test_extrapolation(load, monkeypatch):
+    step = load("train_step")
+    args = parse(step, monkeypatch)
+    world = SimpleNamespace(size=2, device=torch.device("cpu"))
+    common = {"seq_length": 131072, "method": "m", "peer": False, "kernel": "k", "tokens_per_step": 262144}
+    rows = [common | {"layers": layers, "step_seconds": 3 + 2 * layers} for layers in (4, 8)]
+    (row,) = step.extrapolate(rows, args, world)
+    assert (row["seconds_per_layer"], row["fixed_seconds"], row["step_seconds"]) == pytest.approx((2, 3, 67))
+    assert row["tokens_per_second_per_gpu"] == pytest.approx(262144 / 67 / 2)
+    assert step.extrapolate(rows[:1], args, world) == []
+    rows[0]["step_seconds"] = rows[1]["step_seconds"]
+    (row,) = step.extrapolate(rows, args, world)
+    assert "noise" in row["note"] and "step_seconds" not in row
+
+
+def test_rows_that_no_method_would_split_as_the_others_are_refused(load, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    step = load("train_step")
+    with pytest.raises(SystemExit):
+        parse(step, monkeypatch, "--modes", "zigzag_ring_attn", "data_parallel")
+    assert "--modes data_parallel: here all processes share a row" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(SystemExit):
+        parse(step, monkeypatch, "--seq-length", "32768")
+    assert (
+        "--seq-length 32768: a row must be a multiple of 80 tokens to be split over 5 ranks" in capsys.readouterr().err
+    )
+
+
+def test_stand_in_for_flash_attn(load):
+    """Its calls compute what the kernels compute, in flash-attn's shapes and into the buffers given."""
+    from easy_context.kernels import AttentionMask, select_kernel
+
+    shim = load("flash_attn_shim")
+    q, k, v, dout = (torch.randn(1, 24, heads, 16) for heads in (4, 2, 2, 4))
+    kernel = select_kernel("reference", q.device, q.dtype, 16)
+    out, lse = kernel.forward(q, k, v, 0.25, AttentionMask())
+    expected = kernel.backward(dout, q, k, v, out, lse, 0.25, AttentionMask())
+    ours = shim._flash_attn_forward(q, k, v, 0.0, 0.25, True)
+    torch.testing.assert_close(ours[0], out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[1], lse, rtol=1e-5, atol=1e-5)
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    shim._flash_attn_backward(dout, q, k, v, ours[0], ours[1], *grads, 0.0, 0.25, True)
+    torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError):
+        shim._flash_attn_forward(q, k, v, 0.1, 0.25, True)
+
+
+def test_table(load):
+    rows = [{"name": "a|b", "value": 1.25}, {"name": "long " * 40}]
+    table = load("report").markdown_table(rows, [("name", "name", ""), ("×", "value", ".1f")]).splitlines()
+    assert len(table) == 4
+    assert table[2].split("|")[1].strip() == "a/b" and table[2].split("|")[2].strip() == "1.2"
+    assert all(line.count("|") == 3 for line in table)
+
+
+def test_attention_of_lone_ranks(tmp_path):
+    output = tmp_path / "alone.json"
+    sizes = "--seq-length 96 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 1 --alone 2 3"
+    run("attention.py", *sizes.split(), "--modes", "zigzag_ring_attn", "dist_flash_attn", "--output", str(output))
+    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
+    single = rows.pop("one GPU")
+    assert set(rows) == {
+        f"{mode}, rank {rank} of {size} alone"
+        for mode in ("zigzag_ring_attn", "dist_flash_attn")
+        for size, rank in ((2, 0), (2, 1), (3, 0), (3, 2))
+    }
+    for method, row in rows.items():
+        size = int(method.split()[-2])
+        assert row["of_limit"] == pytest.approx(single["total_ms"] / size / row["total_ms"])
+
+
+@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn"])
+@pytest.mark.parametrize("rank,size", [(0, 2), (1, 2), (2, 4)])
+def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
+    """Calls of the kernel and their shapes; that they are right among others is tested in test_modes.py."""
+    from easy_context.attention import AttentionPlan
+    from easy_context.kernels import AttentionMask, select_kernel
+    from easy_context.modes import get_mode
+
+    pairs = []  # (query, key) pairs of each call
+
+    class Counting(type(select_kernel("cpu", torch.device("cpu"), torch.float32, 8))):
+        def forward(self, q, k, v, scale, mask):
+            pairs.append(q.shape[1] * k.shape[1] * q.shape[2] // (2 if mask.causal else 1))
+            return super().forward(q, k, v, scale, mask)
+
+    plan = AttentionPlan(get_mode(mode), 1.0, AttentionMask(causal=True), Counting(), None)
+    method = load("loopback").alone(plan, rank, size)
+    q, k, v = (method.shard(torch.randn(1, 480, 4, 8)).requires_grad_() for _ in range(3))
+    with method.session():
+        out = method.run(q, k, v)
+        out.sum().backward()
+    assert out.shape == q.shape and q.grad.shape == q.shape and k.grad.shape == k.shape
+    # Balanced modes: every rank has its share of half of all pairs.
+    assert sum(pairs) == pytest.approx(4 * 480 * 480 / 2 / size, rel=0.05)
+    assert not torch.distributed.is_initialized()
+
+
+def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
+    """FlashAttention's kernels do; here the reference does, and agrees with two calls and a merge."""
+    from plain_attention import random_inputs, relative_error
+
+    from easy_context.kernels import select_kernel
+    from easy_context.kernels.reference import ReferenceKernel
+
+    candidate = load("zigzag_all_gather")
+
+    class AlignedAtTheEnd(ReferenceKernel):
+        name = "flash_attn"
+
+        @staticmethod
+        def _scores(q, k, scale, mask):
+            padded = torch.cat((q.new_zeros(q.shape[0], k.shape[1] - q.shape[1], *q.shape[2:]), q), dim=1)
+            return ReferenceKernel._scores(padded, k, scale, mask)[..., -q.shape[1] :, :]
+
+    q, k, v, dout = random_inputs(31, 2, 12, 40, 4, 2, 16, torch.float64)
+    results = []
+    for kernel in (AlignedAtTheEnd(), select_kernel("reference", torch.device("cpu"), torch.float64, 16)):
+        out, lse = candidate._forward(kernel, q, k, v, 0.3)
+        results.append((out, lse, *candidate._backward(kernel, dout, q, k, v, out, lse, 0.3)))
+    for one_call, two_calls in zip(*results, strict=True):
+        assert relative_error(one_call, two_calls) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "script,flags,said",
+    [
+        ("attention", ["--heads", "0"], "--heads 0: must be at least 1"),
+        ("attention", ["--seq-length", "64", "-16"], "--seq-length [64, -16]: must be at least 1"),
+        ("attention", ["--output", "/proc/x/y.json"], "--output /proc/x/y.json"),
+        ("train_step", ["--vocab-size", "0"], "--vocab-size 0"),
+        ("train_step", ["--layers", "0"], "--layers [0]"),
+        ("train_step", ["--attn-kernel", "foo"], "invalid choice: 'foo'"),
+        ("train_step", ["--mlp-tile-size", "8", "--gradient-checkpointing", "none"], "--mlp-tile-size 8 needs"),
+        ("train_step", ["--time-budget", "-5"], "--time-budget -5.0: must be at least 1"),
+        ("attention", ["--time-budget", "nan"], "--time-budget nan: must be at least 1"),
+        ("train_step", ["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
+        ("train_step", ["--mlp-tile-size", "-4"], "--mlp-tile-size -4: give"),
+        ("train_step", ["--methods", "ours", "ours"], "--methods ours ours: give each once"),
+        ("train_step", ["--seq-length", "32", "32"], "--seq-length 32 32: give each once"),
+        ("attention", ["--alone", "3", "--seq-length", "32"], "--seq-length 32: a row must be a multiple of 48"),
+        ("attention", ["--check-length", "-1"], "--check-length -1: give"),
+    ],
+)
+def test_wrong_flags_end_before_anything_is_measured(load, monkeypatch, capsys, script, flags, said):
+    with pytest.raises(SystemExit) as stop:
+        parse(load(script), monkeypatch, *flags)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err

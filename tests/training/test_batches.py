@@ -1,0 +1,228 @@
+"""Rows: every form of data set, what is dropped, cut and padded, and who gets which row of which step."""
+
+import contextlib
+import itertools
+from argparse import Namespace
+
+import datasets
+import pytest
+import torch
+
+from easy_context.loss import IGNORE_INDEX
+from easy_context.mesh import Mesh
+from easy_context.training.batches import (
+    RowStream,
+    check_rows,
+    collate,
+    describe_lengths,
+    evaluation_batches,
+    load_rows,
+    training_windows,
+)
+
+ROWS = [[row, row, row + 1] for row in range(1, 12)]  # each names itself by its first token
+VOCABULARY = 32
+
+
+@pytest.fixture
+def table():
+    return datasets.Dataset.from_dict({"input_ids": ROWS, "attention_mask": [[1, 1, 1]] * 11, "source": ["x"] * 11})
+
+
+@pytest.fixture
+def rows(table, tmp_path):
+    table.save_to_disk(tmp_path / "rows")
+    return load_rows(str(tmp_path / "rows"))
+
+
+def options(batch_size=1, accumulate=1, seed=7, seq_length=3):
+    return Namespace(batch_size=batch_size, gradient_accumulate_every=accumulate, seed=seed, seq_length=seq_length)
+
+
+def save(table, form, folder):
+    """Save `table` in one of the forms that --dataset takes; returns its name."""
+    folder.mkdir(exist_ok=True)
+    if form == "save_to_disk":
+        table.save_to_disk(folder / "saved")
+        return folder / "saved"
+    if form == "save_to_disk of splits":
+        datasets.DatasetDict({"train": table, "validation": table.select([0])}).save_to_disk(folder / "saved")
+        return folder / "saved"
+    if form == "parquet":
+        table.to_parquet(folder / "rows.parquet")
+        return folder / "rows.parquet"
+    if form == "folder of parquet":
+        table.select(range(4)).to_parquet(folder / "a.parquet")
+        table.select(range(4, len(table))).to_parquet(folder / "b.parquet")
+        (folder / "README.md").write_text("notes")
+        return folder
+    table.to_json(folder / f"rows.{form}")
+    return folder / f"rows.{form}"
+
+
+FORMS = ["save_to_disk", "save_to_disk of splits", "parquet", "folder of parquet", "jsonl", "json"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_rows_and_only_the_columns_of_training(table, tmp_path, form):
+    rows = load_rows(str(save(table, form, tmp_path / "data")))
+    assert rows.column_names == ["input_ids", "attention_mask"]
+    assert [row["input_ids"].tolist() for row in rows] == ROWS
+    assert rows[0]["input_ids"].dtype == torch.int64
+
+
+def test_labels_are_kept(tmp_path):
+    labels = [[IGNORE_INDEX, 5, 6]]
+    datasets.Dataset.from_dict({"input_ids": [[4, 5, 6]], "labels": labels}).to_parquet(tmp_path / "r.parquet")
+    rows = load_rows(str(tmp_path / "r.parquet"))
+    batch = collate([rows[0]], 8, VOCABULARY)
+    assert batch["labels"].tolist() == labels
+
+
+@pytest.mark.parametrize("name", ["broken.jsonl", "broken.parquet"])
+def test_malformed_files_are_named(tmp_path, name):
+    (tmp_path / name).write_text('{"input_ids": [1, 2\n')
+    with pytest.raises(ValueError, match=rf"--dataset .*{name} cannot be read as a dataset \(.+\): give a hub name"):
+        load_rows(str(tmp_path / name))
+
+
+def test_unsuitable_paths_say_what_was_expected(table, tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"notes.txt holds .txt: give .* parquet, json or jsonl files"):
+        load_rows(str(tmp_path / "notes.txt"))
+    (tmp_path / "void").mkdir()
+    with pytest.raises(ValueError, match="void holds nothing of the kind"):
+        load_rows(str(tmp_path / "void"))
+    with pytest.raises(ValueError, match="no such file or folder"):
+        load_rows(str(tmp_path / "none"))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="--eval-dataset .*empty.jsonl has no rows"):
+        load_rows(str(tmp_path / "empty.jsonl"), "--eval-dataset")
+
+
+def test_a_folder_of_data_sets_names_them(table, tmp_path):
+    table.save_to_disk(tmp_path / "prepared" / "train")
+    table.save_to_disk(tmp_path / "prepared" / "validation")
+    (tmp_path / "prepared" / "report.json").write_text("{}")
+    with pytest.raises(ValueError, match="name one of .*prepared/train, .*prepared/validation"):
+        load_rows(str(tmp_path / "prepared"))
+
+
+def test_splits_without_train_are_named(table, tmp_path):
+    datasets.DatasetDict({"b": table, "a": table}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"splits \['a', 'b'\] and none called train"):
+        load_rows(str(tmp_path / "saved"))
+
+
+def test_unequal_rows_are_cut_and_padded():
+    batch = collate([{"input_ids": torch.arange(1, n + 1)} for n in (2, 9, 4)], 5, VOCABULARY)
+    assert batch["input_ids"].tolist() == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
+    assert batch["labels"].tolist() == [
+        [1, 2, *[IGNORE_INDEX] * 3],
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 4, IGNORE_INDEX],
+    ]
+
+
+def test_an_empty_row_has_no_targets():
+    batch = collate([{"input_ids": torch.tensor([], dtype=torch.int64)}], 5, VOCABULARY)
+    assert batch["labels"].tolist() == [[IGNORE_INDEX]]
+
+
+def test_values_outside_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="token ids from 1 to 32, but the model's vocabulary has 32"):
+        collate([{"input_ids": torch.tensor([1, 32])}], 5, VOCABULARY)
+    with pytest.raises(ValueError, match="token ids from -1"):
+        collate([{"input_ids": torch.tensor([-1, 3])}], 5, VOCABULARY)
+    with pytest.raises(ValueError, match="labels from 0 to 40"):
+        collate([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([IGNORE_INDEX, 40])}], 5, VOCABULARY)
+    with pytest.raises(ValueError, match="labels from -1"):
+        collate([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-1, 2])}], 5, VOCABULARY)
+    with pytest.raises(ValueError, match="2 input_ids and 1 labels"):
+        collate([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([2])}], 5, VOCABULARY)
+
+
+def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
+    bad = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40 + [[3, 99]]})
+    bad.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    check_rows(rows, 100, 8)
+    with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
+        check_rows(rows, 99, 8)
+
+
+@pytest.mark.parametrize("target, learnable", [(0, False), (1, True), (3, True), (4, False)])
+def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path, target, learnable):
+    labels = [IGNORE_INDEX] * 6
+    labels[target] = 9
+    datasets.Dataset.from_dict({"input_ids": [[9] * 6], "labels": [labels]}).to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
+        check_rows(rows, VOCABULARY, 4)
+
+
+def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):
+    assert describe_lengths(rows, 3) is None
+    assert "11 are longer than --seq-length 2 and are cut, 0 are" in describe_lengths(rows, 2)
+    assert "0 are longer than --seq-length 4 and are cut, 11 are shorter" in describe_lengths(rows, 4)
+
+
+def test_each_epoch_has_every_row_once_in_its_own_seeded_order(rows):
+    epochs = [[int(RowStream(rows, 7)[11 * epoch + i]["input_ids"][0]) for i in range(11)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(1, 12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [int(RowStream(rows, 7)[i]["input_ids"][0]) for i in range(11)] == epochs[0]
+    assert [int(RowStream(rows, 8)[i]["input_ids"][0]) for i in range(11)] != epochs[0]
+
+
+def test_neighbouring_seeds_share_no_epochs(rows):
+    """Seed 8 must not begin with the second epoch of seed 7."""
+    orders = [
+        tuple(int(RowStream(rows, seed)[11 * epoch + i]["input_ids"][0]) for i in range(11))
+        for seed in (7, 8, 9)
+        for epoch in range(3)
+    ]
+    assert len(set(orders)) == len(orders)
+
+
+def rows_of_steps(rows, batch_size, accumulate, groups, steps):
+    """For each step the first tokens of the rows of all data-parallel groups."""
+    streams = [
+        training_windows(rows, options(batch_size, accumulate), Mesh(data_rank=rank, data_size=groups), VOCABULARY)
+        for rank in range(groups)
+    ]
+    found = []
+    for _ in range(steps):
+        windows = [next(stream) for stream in streams]
+        assert all(len(window) == accumulate for window in windows)
+        assert all(batch["input_ids"].shape == (batch_size, 3) for window in windows for batch in window)
+        found.append(sorted(int(t) for window in windows for batch in window for t in batch["input_ids"][:, 0]))
+    return found
+
+
+def test_a_step_has_the_same_rows_however_the_global_batch_is_made_up(rows):
+    expected = rows_of_steps(rows, 1, 4, 1, steps=6)  # 24 rows: more than two epochs of 11
+    for batch_size, accumulate, groups in [(4, 1, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)]:
+        assert rows_of_steps(rows, batch_size, accumulate, groups, steps=6) == expected
+
+
+def test_ranks_of_a_group_get_the_same_rows(rows):
+    meshes = [Mesh(sequence_rank=rank, sequence_size=3, data_rank=1, data_size=2) for rank in range(3)]
+    windows = [list(itertools.islice(training_windows(rows, options(2, 2), m, VOCABULARY), 5)) for m in meshes]
+    for other in windows[1:]:
+        for ours, theirs in zip(itertools.chain(*windows[0]), itertools.chain(*other), strict=True):
+            assert torch.equal(ours["input_ids"], theirs["input_ids"])
+
+
+@pytest.mark.parametrize("groups, batch_size", [(1, 1), (1, 4), (2, 1), (2, 3), (3, 4), (4, 5), (16, 2)])
+def test_evaluation_covers_every_row_once_and_keeps_the_groups_in_step(rows, groups, batch_size):
+    seen, counts = [], set()
+    for rank in range(groups):
+        mesh = Mesh(data_rank=rank, data_size=groups)
+        batches = list(evaluation_batches(rows, options(batch_size), mesh, VOCABULARY))
+        counts.add(len(batches))
+        for batch in batches:
+            assert len(batch["labels"]) == batch_size
+            seen += [int(row[0]) for row in batch["labels"] if (row != IGNORE_INDEX).any()]
+    assert len(counts) == 1
+    assert sorted(seen) == list(range(1, 12))

@@ -1,0 +1,210 @@
+"""What a step reports: FLOPs that are true to the model, speed, a line a step, trackers that never wait for people."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_llama
+from torch.utils.flop_counter import FlopCounterMode
+
+from easy_context.mesh import Mesh
+from easy_context.training import metrics
+from easy_context.training.metrics import (
+    MetricsLog,
+    StepMeter,
+    count_parameters,
+    count_tokens,
+    describe,
+    flops_per_token,
+)
+
+RECORD = {
+    "step": 3,
+    "loss": 2.5,
+    "learning_rate": 2e-5,
+    "grad_norm": 1.25,
+    "tokens": 2000,
+    "tokens_per_second": 4000.0,
+    "tokens_per_second_per_device": 2000.0,
+    "mfu": None,
+    "peak_memory_bytes": 3 * 2**30,
+    "valid_tokens": 1999,
+    "time": 1.0,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("heads, head_dim", [(4, 8), (2, 32)])
+def test_flops_are_those_that_pytorch_counts(tied, heads, head_dim):
+    """Against the operators of a forward and backward pass, whose attention computes the masked half as well."""
+    length = 64
+    model = tiny_llama(
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    ids = torch.randint(0, 258, (1, length))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    masked_half = 6 * 2 * heads * head_dim * length
+    expected = counter.get_total_flops() / length - masked_half
+    assert flops_per_token(model.config, count_parameters(model), length) == pytest.approx(expected, rel=0.01)
+
+
+def test_parameters_are_counted_whole_under_zero3():
+    model = tiny_llama()
+    whole = sum(p.numel() for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+    assert count_parameters(model) == whole
+
+
+@pytest.mark.parametrize(
+    "name, teraflops",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA A40", 150),
+        # Others than their names may suggest.
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_peaks_of_gpus(monkeypatch, name, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.peak_flops(torch.device("cuda")) == (None if teraflops is None else teraflops * 1e12)
+    assert metrics.peak_flops(torch.device("cpu")) is None
+
+
+def test_speed_and_utilisation(monkeypatch):
+    clock = iter([100.0, 102.0, 110.0, 150.0, 154.0])
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 7.0))
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
+    meter = StepMeter(torch.device("cpu"), devices=4, token_flops=lambda row_length: 1e6 * row_length)
+    record = meter.record(1, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)  # 2 seconds
+    assert record.keys() == RECORD.keys()
+    assert record["tokens_per_second"] == 400 and record["tokens_per_second_per_device"] == 100
+    assert record["mfu"] == pytest.approx(100 * 1e9 / 1e12)
+    assert record["peak_memory_bytes"] > 10 * 2**20
+    later = meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)
+    assert later["tokens_per_second"] == 100, "a step is timed from the end of the one before"
+    meter.restart()  # after an evaluation, which is no training time
+    assert meter.record(3, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)["tokens_per_second"] == 200
+
+
+class FakeAccelerator:
+    """What MetricsLog uses of one, on one of several processes."""
+
+    def __init__(self, main: bool = True) -> None:
+        self.is_main_process, self.logged, self.finished, self.settings = main, [], 0, None
+        self.trackers = [SimpleNamespace(finish=self._finish)]
+
+    def init_trackers(self, name, config, init_kwargs=None):
+        self.settings = (name, config)
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def _finish(self):
+        self.finished += 1
+
+
+def log_arguments(tmp_path, **changes):
+    defaults = {"output_dir": str(tmp_path), "log_every": 1, "report_to": "none", "wandb": None, "max_train_steps": 4}
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_each_step_is_a_line_and_some_are_reported(tmp_path):
+    accelerator = FakeAccelerator()
+    log = MetricsLog(accelerator, log_arguments(tmp_path, log_every=2))
+    for step in range(1, 5):
+        log.write({**RECORD, "step": step, **({"eval_loss": 2.0} if step == 3 else {})})
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == step, "a run that is killed leaves every finished step"
+    log.close()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert json.loads(lines[2])["eval_loss"] == 2.0
+    assert [step for step, _ in accelerator.logged] == [2, 3, 4]
+    assert accelerator.logged[0][1]["loss"] == 2.5 and "mfu" not in accelerator.logged[0][1]
+    assert accelerator.finished == 1
+
+
+def test_a_loss_that_is_not_finite_is_valid_json(tmp_path):
+    log = MetricsLog(FakeAccelerator(), log_arguments(tmp_path))
+    log.write({**RECORD, "loss": float("nan"), "grad_norm": float("inf")})
+    log.close()
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert record["loss"] is None and record["grad_norm"] is None
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    log = MetricsLog(FakeAccelerator(main=False), log_arguments(tmp_path))
+    log.write(RECORD)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_line_for_people():
+    line = describe({**RECORD, "mfu": 0.4567, "eval_loss": 2.25})
+    parts = ["loss 2.5000", "lr 2.00e-05", "grad 1.25", " 4,000 tok/s,", "2,000 tok/s/device", "MFU 45.7%", "3.0 GiB"]
+    for part in parts:
+        assert part in line
+    assert line.endswith("eval 2.2500")
+    assert "MFU" not in describe(RECORD)
+
+
+@pytest.mark.parametrize("key", [None, "variable", "mode", "netrc"])
+def test_wandb_without_a_key_goes_offline_and_says_so(tmp_path, monkeypatch, capsys, key):
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if key == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    elif key == "mode":
+        monkeypatch.setenv("WANDB_MODE", "disabled")
+    elif key == "netrc":
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0000\n")
+    accelerator = FakeAccelerator()
+    arguments = log_arguments(tmp_path, report_to="wandb", wandb="long context", adam_betas=[0.9, 0.95])
+    MetricsLog(accelerator, arguments).close()
+    assert (metrics.os.environ.get("WANDB_MODE") == "offline") == (key is None)
+    assert ("offline" in capsys.readouterr().out) == (key is None)
+    name, settings = accelerator.settings
+    assert name == "long context"
+    assert settings["adam_betas"] == "[0.9, 0.95]" and settings["max_train_steps"] == 4, "trackers take no lists"
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length():
+    """Two ranks with shards of 3 and of 5 tokens: rows of 6 and of 10."""
+
+    class TwoAlike:
+        device = torch.device("cpu")
+
+        def reduce(self, counts, reduction):
+            assert reduction == "sum"
+            return 2 * counts
+
+    targets = [torch.tensor([[1, 2, -100], [-100, -100, 3]]), torch.tensor([[4, -100, 5, 6, 7]])]
+    tokens, valid_tokens, length = count_tokens(TwoAlike(), Mesh(sequence_size=2), targets)
+    assert (tokens, int(valid_tokens)) == (22, 14)
+    assert length == pytest.approx((6 * 6 + 5 * 10) / 11, rel=1e-6)
