@@ -23,7 +23,6 @@ from easy_context.evaluation.arguments import (
     add_model_flags,
     check_model_flags,
     context_lengths,
-    load_tokenizer,
     refusals,
 )
 from easy_context.evaluation.journal import Journal
@@ -129,6 +128,7 @@ def prepare(args, config) -> tuple[list, object, dict]:
     from easy_context.evaluation.journal import model_fingerprint, text_fingerprint, tokenizer_fingerprint
     from easy_context.evaluation.loading import dtype_of
     from easy_context.evaluation.prompts import PromptBuilder
+    from easy_context.model.tokenizer import load_tokenizer
 
     text = read_haystack(args.haystack_dir)
     names = dict.fromkeys(name for task in args.task for name in (RULER_TASKS if task == "ruler" else [task]))
@@ -196,15 +196,13 @@ def score_cells(args: argparse.Namespace, opened: list[Journal]) -> None:
         from easy_context.evaluation import cells
         from easy_context.evaluation.loading import (
             UnusableModel,
-            check_parallelism,
             distributed,
-            load_config,
+            load_model_config,
             load_scorer,
         )
         from easy_context.evaluation.prompts import ContextTooShort
 
-        config = load_config(args.model, args.rope_theta, args.max_context_length)
-        check_parallelism(config, args, args.max_context_length)
+        config = load_model_config(args.model, args, args.max_context_length)
         tasks, builder, settings = prepare(args, config)
         journal = open_journal(args, settings)
     if journal:

@@ -20,7 +20,7 @@ from typing import Any
 
 from easy_context.common.files import write_whole
 from easy_context.common.interrupts import stops_in_one_line
-from easy_context.evaluation.arguments import load_tokenizer, refusals
+from easy_context.evaluation.arguments import refusals
 from easy_context.evaluation.perplexity_arguments import parse_arguments
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "trained_length")
@@ -30,6 +30,7 @@ def documents_of(args: argparse.Namespace, name: str) -> Iterator:
     """Every document, in the tokens of model `name`."""
     from easy_context.evaluation.rows import load_rows, tokenized_documents
     from easy_context.evaluation.texts import dataset_documents, text_documents
+    from easy_context.model.tokenizer import load_tokenizer
 
     if args.tokenized is not None:
         return tokenized_documents(load_rows(args.tokenized, args.split, args.subset), args.tokenized)
@@ -61,15 +62,13 @@ def save_documents(args: argparse.Namespace) -> None:
 
 
 def load_configs(args: argparse.Namespace) -> tuple[list, list[int | None]]:
-    """Every model's configuration as it is to run, and the length it was trained on as far as its config knows."""
-    from easy_context.evaluation.loading import check_parallelism, load_config
+    """Return every model's config as it is to run, and the length it was trained on as far as its config knows."""
+    from easy_context.evaluation.loading import load_model_config
+    from easy_context.model.config import load_config
 
     # Another RoPE base raises the window of a config, which is then no longer the trained one.
     trained = [getattr(load_config(name), "max_position_embeddings", None) for name in args.model]
-    configs = [load_config(name, args.rope_theta, args.max_tokens) for name in args.model]
-    for config in configs:
-        check_parallelism(config, args, args.max_tokens)
-    return configs, trained
+    return [load_model_config(name, args, args.max_tokens) for name in args.model], trained
 
 
 def measure(scorer, document, args) -> tuple[dict, dict]:

@@ -21,33 +21,17 @@ def main(arguments: list[str] | None = None) -> None:
 
     from easy_context.data.preparation.pipeline import prepare
     from easy_context.data.preparation.report import describe
+    from easy_context.model.tokenizer import load_tokenizer
 
     report = prepare(
         options.settings,
-        load_tokenizer(options.settings.tokenizer),
+        load_tokenizer(options.settings.tokenizer, "--tokenizer"),
         options.output_dir,
         workers=options.num_workers,
         work_dir=options.work_dir,
         overwrite=options.overwrite,
     )
     print(describe(report, options.output_dir))
-
-
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a folder or the hub.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # a damaged file raises what its reader chose
-        raise ValueError(
-            f"--tokenizer {name}: cannot be loaded; give a folder with the files of a tokenizer, or a hub name that "
-            f"can be reached ({type(error).__name__}: {error})"
-        ) from error
 
 
 def interrupt(number: int, frame: Any) -> None:

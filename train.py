@@ -33,7 +33,7 @@ def main() -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Train as the flags say, from the checks to the saved model."""
-    config = check_arguments(args)  # everything that can be wrong is said here, before anything heavy loads
+    check_arguments(args)  # everything that can be wrong is said here, before anything heavy loads
 
     import torch
     from accelerate.utils import set_seed
@@ -46,7 +46,9 @@ def train(args: argparse.Namespace) -> None:
     )
     from easy_context.loss import IGNORE_INDEX, next_token_targets
     from easy_context.memory.tiled_mlp import apply_tiled_mlp
-    from easy_context.model.liger import apply_liger
+    from easy_context.model.config import load_config, set_rope_theta
+    from easy_context.model.liger import apply_liger, choose_liger
+    from easy_context.model.tokenizer import load_tokenizer
     from easy_context.model.weights import load_whole
     from easy_context.training.accelerator import (
         COLLECTIVE_TIMEOUT,
@@ -57,8 +59,12 @@ def train(args: argparse.Namespace) -> None:
     from easy_context.training.batches import describe_lengths, evaluation_batches, load_rows, training_windows
     from easy_context.training.metrics import MetricsLog, StepMeter, count_parameters, count_tokens, flops_per_token
     from easy_context.training.resuming import Checkpoints
-    from easy_context.training.saving import load_tokenizer, prepare_metrics, prepare_output_dir, save_model
+    from easy_context.training.saving import prepare_metrics, prepare_output_dir, save_model
     from easy_context.training.zero_offload import choose_offload
+
+    config = load_config(args.model)
+    set_rope_theta(config, args.rope_theta, args.seq_length)  # slower rotation: positions beyond the old window fit
+    args.liger = choose_liger(args.liger, config)
 
     accelerator = build_accelerator(args)
     choose_offload(args, config, accelerator)  # what waits in host memory follows from the memory that is there
@@ -186,7 +192,8 @@ def train(args: argparse.Namespace) -> None:
             meter.restart()
 
     log.close()
-    save_model(accelerator, model, load_tokenizer(args.model) if accelerator.is_main_process else None, args.output_dir)
+    tokenizer = load_tokenizer(args.model, required=False) if accelerator.is_main_process else None
+    save_model(accelerator, model, tokenizer, args.output_dir)
     accelerator.print(f"saved the model in {args.output_dir}")
     accelerator.state.destroy_process_group()
 

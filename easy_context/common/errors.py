@@ -1,4 +1,4 @@
-"""Other packages' errors, put into ours, and the package's own, put into the words of a command line."""
+"""Turn other packages' exceptions into one-line reasons, and the package's own into the words of a command line."""
 
 import contextlib
 import importlib
@@ -18,8 +18,11 @@ _FLAGS = {
 
 
 def first_line(reason: BaseException) -> str:
-    """An error's first line, or its type where it says nothing."""
-    return next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+    """Return an error's first line, with the next one if it ends in a colon; its type where it says nothing."""
+    lines = str(reason).split("\n")
+    lines = [line.strip() for line in lines if line.strip()]
+    end = 2 if lines and lines[0].endswith(":") else 1
+    return " ".join(lines[:end]).rstrip(": ") or type(reason).__name__
 
 
 def name_flags(message: str) -> str:
@@ -29,7 +32,7 @@ def name_flags(message: str) -> str:
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """A ValueError inside the block names flags where it named arguments."""
+    """Make a ValueError raised inside the block name flags where it named arguments."""
     try:
         yield
     except ValueError as error:
@@ -37,7 +40,7 @@ def naming_flags() -> Iterator[None]:
 
 
 def cannot_import(module: str, package: str) -> str | None:
-    """Why `module` of the pip package `package` does not import, or None if it does."""
+    """Return why `module` of the pip package `package` does not import, or None if it does."""
     try:
         importlib.import_module(module)
     except Exception as error:  # a broken build fails in many ways

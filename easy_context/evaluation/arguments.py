@@ -96,17 +96,3 @@ def check_model_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for a value of `add_model_flags` that no model can run with."""
     if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         raise ValueError(f"--rope-theta {args.rope_theta}: give a positive, finite number")
-
-
-def load_tokenizer(name: str):
-    """A model's tokenizer.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as reason:
-        raise ValueError(f"{name}: no tokenizer there that Transformers can load: {reason}") from reason

@@ -1,19 +1,19 @@
 """Joins the launcher's process group and loads a model into it: whole on every rank, or split by DeepSpeed."""
 
+import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..common.errors import first_line, naming_flags
-from ..huggingface import SUPPORTED_MODELS, head_dim, modeling_module, refuse_model_features
-from ..kernels import check_kernel
+from ..common.errors import naming_flags
+from ..huggingface import SUPPORTED_MODELS
 from ..mesh import Mesh, sequence_size
-from ..model.config import set_rope_theta
+from ..model.config import load_config, model_problems, set_rope_theta
 from ..model.weights import check_weights, load_whole
-from ..modes import get_mode
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from ..training.accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
@@ -59,24 +59,23 @@ def dtype_of(args, device: torch.device | None = None) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
-def load_config(name: str, rope_theta: float | None = None, seq_length: int | None = None):
-    """A model's configuration, with the RoPE base replaced if asked for; its weights are looked at, not loaded.
+def load_model_config(name: str, args: argparse.Namespace, longest: int) -> Any:
+    """Load the config of a model to evaluate, with the RoPE base of the flags; of the weights only headers are read.
+
+    Args:
+        name: path or hub name.
+        args: the flags of `add_model_flags`.
+        longest: tokens of the longest row.
 
     Raises:
-        ValueError: nothing there that Transformers can read, or weights that do not go with it.
+        ValueError: there is no model, its weights are not whole, or it cannot be evaluated as the flags ask.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as reason:
-        raise ValueError(
-            f"--model {name}: not a folder with a model's config.json, nor a hub name: {first_line(reason)}"
-        ) from reason
+    config = load_config(name)
     check_weights(name, config)
-    if rope_theta is not None:
+    if args.rope_theta is not None:
         with naming_flags():
-            set_rope_theta(config, rope_theta, seq_length)
+            set_rope_theta(config, args.rope_theta, longest)
+    check_parallelism(name, config, args, longest)
     return config
 
 
@@ -86,7 +85,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
 
     Args:
         name: path or hub name.
-        config: from `load_config`.
+        config: from `load_model_config`.
         args: the flags of `add_model_flags`.
         device: from `distributed`.
         frugal: less memory at some cost in time.
@@ -141,9 +140,8 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-@naming_flags()
-def check_parallelism(config, args, longest: int) -> None:
-    """Raises ValueError if the model cannot be evaluated on rows of `longest` tokens as the flags and the launcher ask.
+def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest: int) -> None:
+    """Raise ValueError if a model cannot be evaluated on rows of `longest` tokens as the flags and the launcher ask.
 
     Called before the model is loaded and before the processes are joined.
     """
@@ -155,12 +153,21 @@ def check_parallelism(config, args, longest: int) -> None:
                 "flag out"
             )
         return
-    modeling_module(config.model_type)  # is the family supported?
-    size = sequence_size(args.sequence_parallel_size, _processes(), mode)
-    get_mode(mode).check(config, longest, size)
-    refuse_model_features(config, longest, size)
+    with naming_flags():
+        size = sequence_size(args.sequence_parallel_size, _processes(), mode)
     device = _own_device()
-    check_kernel(args.attn_kernel, device, dtype_of(args, device), head_dim(config))
+    problems = model_problems(
+        name,
+        config,
+        mode=mode,
+        size=size,
+        seq_length=longest,
+        kernel=args.attn_kernel,
+        device=device,
+        dtype=dtype_of(args, device),
+    )
+    if problems := list(problems):
+        raise ValueError("\n".join(problems))
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:

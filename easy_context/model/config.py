@@ -1,13 +1,44 @@
-"""The base of rotary position embeddings (RoPE, arXiv 2104.09864), raised to stretch the context."""
+"""A model's config: loading it, raising its base of rotary position embeddings (RoPE), and what it cannot do."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import first_line, name_flags
+
+if TYPE_CHECKING:
+    import torch
 
 _COMPUTED_FROM_WINDOW = ("dynamic", "longrope")
 
 
+def load_config(name: str) -> Any:
+    """Load a model's Hugging Face config from a folder or the hub; no weights are read.
+
+    Args:
+        name: path or hub name, which errors call `--model`.
+
+    Raises:
+        ValueError: there is no such folder, or no config in it that Transformers can load.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(name)
+    if not folder.is_dir() and (folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ValueError(f"--model {name}: no such folder; give a hub name or the folder of a saved model")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"--model {name} holds no config.json: give the folder of a saved model, or a hub name")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # a damaged config raises what its reader chose
+        raise ValueError(
+            f"--model {name} has no config that loads ({first_line(error)}): give a hub name or a model's folder"
+        ) from error
+
+
 def is_rope_base(theta: float) -> bool:
-    """Whether rotary embeddings can have this base."""
+    """Return whether rotary embeddings (arXiv 2104.09864) can have this base."""
     return math.isfinite(theta) and theta > 0
 
 
@@ -41,3 +72,59 @@ def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> 
                 "at most that, or rope_type default, linear, llama3 or yarn in the model's config.json"
             )
         config.max_position_embeddings = seq_length
+
+
+def model_problems(
+    name: str,
+    config: Any,
+    *,
+    mode: str,
+    size: int,
+    seq_length: int,
+    kernel: str | None,
+    device: "torch.device",
+    dtype: "torch.dtype",
+) -> Iterator[str]:
+    """Yield each reason, in the words of the command line, why a model cannot run on split rows.
+
+    Args:
+        name: path or hub name, for messages that name no other flag.
+        config: of the model; it is not changed.
+        mode: the parallel mode.
+        size: processes that share a row.
+        seq_length: tokens of the longest whole row.
+        kernel: attention kernel, or "auto"; None where it is checked elsewhere.
+        device: of this process.
+        dtype: of the activations.
+    """
+    from ..huggingface import head_dim, modeling_module, refuse_model_features
+    from ..kernels import check_kernel
+    from ..modes import get_mode
+
+    try:
+        modeling_module(config.model_type)
+    except ValueError as error:  # the config of another family may lack what the other checks read
+        yield f"--model {name}: {error}"
+        return
+    checks = [
+        lambda: get_mode(mode).check(config, seq_length, size),
+        lambda: refuse_model_features(config, seq_length, size),
+    ]
+    if kernel is not None:
+        checks.append(lambda: check_kernel(kernel, device, dtype, head_dim(config)))
+    yield from problems_of(name, checks)
+
+
+def problems_of(name: str, checks: Iterable[Callable[[], Any]]) -> Iterator[str]:
+    """Call each of `checks` and yield the message of each ValueError, with the flags of the command line in it.
+
+    Args:
+        name: the model's path or hub name, put before messages that name no flag.
+        checks: functions that raise ValueError.
+    """
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problem = name_flags(str(error))
+            yield problem if "--" in problem else f"--model {name}: {problem}"

@@ -28,6 +28,22 @@ def liger_refusal(config: Any) -> str | None:
     return None
 
 
+def choose_liger(requested: bool | None, config: Any) -> bool:
+    """Return whether to use Liger's layers and loss.
+
+    Args:
+        requested: what `--liger` or `--no-liger` says; None for wherever they can be used.
+        config: of the model.
+
+    Raises:
+        ValueError: they are requested and cannot be used; the message says why.
+    """
+    refusal = liger_unavailable() or liger_refusal(config)
+    if requested and refusal:
+        raise ValueError(f"--liger: {refusal}; use --no-liger")
+    return refusal is None if requested is None else requested
+
+
 def apply_liger(config: Any) -> None:
     """Make models of this family that are built afterwards use Liger's layers. The loss is `apply_fused_loss`'s affair.
 

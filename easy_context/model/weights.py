@@ -28,14 +28,19 @@ def check_weights(name: str, config: Any) -> None:
         config: of the model.
 
     Raises:
-        ValueError: no weights, a shard that is missing, a damaged file, a tensor that the model needs and the files
-            lack, or shapes that do not fit the config.
+        ValueError: no weights, a shard that is missing, a damaged file, a config that no model can be built from, a
+            tensor that the model needs and the files lack, or shapes that do not fit the config.
     """
     folder = Path(name)
     if not folder.is_dir():
         return
     headers = _headers(folder, name)
-    found = None if headers is None else _load_without_data(config, headers)
+    try:
+        found = None if headers is None else _load_without_data(config, headers)
+    except Exception as reason:  # a config that makes no sense fails wherever its model's class first reads it
+        raise ValueError(
+            f"--model {name}: no model can be built from its config.json ({first_line(reason)})"
+        ) from reason
     if found is None:
         return
     for key, shape, wanted in sorted(found["mismatched_keys"]):

@@ -206,23 +206,17 @@ def _with_dashes(flag: re.Match) -> str:
     return flag[0].replace("_", "-")
 
 
-def check_arguments(args: argparse.Namespace) -> Any:
+def check_arguments(args: argparse.Namespace) -> None:
     """Check everything that can be checked before the model loads; print all problems together, and exit if any.
 
     Args:
-        args: from `parse_arguments`.
-
-    Returns:
-        The model's config, with the RoPE base and window that the flags ask for.
+        args: from `parse_arguments`; not changed.
     """
     from .checks import find_problems, launch_problems
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    problems, config = find_problems(args, world_size)
-    problems = launch_problems(world_size) + problems
-    if problems:
+    if problems := launch_problems(world_size) + find_problems(args, world_size):
         cannot_start(problems)
-    return config
 
 
 @contextlib.contextmanager

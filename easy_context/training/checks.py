@@ -1,36 +1,33 @@
 """Every check of train.py's flags that needs no model weights; each problem names flag, value and remedy."""
 
 import argparse
+import copy
 import importlib.util
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import first_line, name_flags, naming_flags
-from ..model.config import is_rope_base, set_rope_theta
+from ..common.errors import name_flags, naming_flags
+from ..model.config import is_rope_base, load_config, model_problems, problems_of, set_rope_theta
 
 
-def find_problems(args: argparse.Namespace, world_size: int) -> tuple[list[str], Any]:
-    """Check everything at once.
+def find_problems(args: argparse.Namespace, world_size: int) -> list[str]:
+    """Check everything at once and return all problems; nothing is changed.
 
     Args:
-        args: from `parse_arguments`; `liger` is settled here.
+        args: from `parse_arguments`.
         world_size: processes of the launch.
-
-    Returns:
-        All problems, and the model's config with the RoPE base and window that the flags ask for (None without one).
     """
     numbers = _number_problems(args)
     problems = numbers + _output_problems(args) + _tracker_problems(args)
     size, problem = _sequence_parallel_size(args, world_size)
     problems += problem
-    config, problem = _load_config(args.model)
+    config, problem = _checkpoint(args.model)
     problems += problem
     if config is not None and size is not None and not numbers:
         problems += _model_problems(args, config, size)
-    problems += _dataset_problems(args, config)
-    return problems, config
+    return problems + _dataset_problems(args, config)
 
 
 def launch_problems(world_size: int) -> list[str]:
@@ -121,74 +118,61 @@ def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[
         return None, [name_flags(str(error))]
 
 
-def _load_config(model: str) -> tuple[Any, list[str]]:
-    from transformers import AutoConfig
-
+def _checkpoint(model: str) -> tuple[Any, list[str]]:
+    """Return the config of a model that can be trained (None without one), and what is wrong with it or its weights."""
     from ..huggingface import modeling_module
     from ..model.weights import check_weights
 
-    folder = Path(model)
-    if not folder.is_dir() and (folder.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
-        return None, [f"--model {model}: no such folder; give a hub name or the folder of a saved model"]
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return None, [f"--model {model} holds no config.json: give the folder of a saved model, or a hub name"]
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        return None, [f"--model {model} has no config that loads ({reason}): give a hub name or a model's folder"]
-    try:
-        modeling_module(config.model_type)
-    except ValueError as error:  # whose config may lack what the other checks read
-        return None, [f"--model {model}: {error}"]
-    try:
-        check_weights(model, config)
+        config = load_config(model)
     except ValueError as error:
         return None, [str(error)]
-    return config, []
+    # The config of another family may lack what the other checks read.
+    problems = list(problems_of(model, (lambda: modeling_module(config.model_type),)))
+    if not problems:
+        problems = list(problems_of(model, (lambda: check_weights(model, config),)))
+    return (None if problems else config), problems
 
 
 def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
-    """What this model cannot do with these flags; also sets the RoPE base in `config`."""
-    from ..huggingface import refuse_model_features
-    from ..modes import get_mode
+    """Return what this model cannot do with these flags, on this machine."""
+    import torch
 
-    problems = []
-    checks = (
-        lambda: _check_engine(args, config),
-        lambda: get_mode(args.parallel_mode).check(config, args.seq_length, size),
-        lambda: refuse_model_features(config, args.seq_length, size),
-        lambda: set_rope_theta(config, args.rope_theta, args.seq_length),
+    from ..model.liger import choose_liger
+
+    library = args.attn_engine == "library"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    checks = [
+        lambda: set_rope_theta(copy.deepcopy(config), args.rope_theta, args.seq_length),
         lambda: _check_dropout(config),
-        lambda: _check_liger(args, config),
+        lambda: choose_liger(args.liger, config),
+    ]
+    if library:
+        checks.insert(0, lambda: _check_library(args, device, dtype, config))
+    kernel = None if library else args.attn_kernel
+    shared = model_problems(
+        args.model,
+        config,
+        mode=args.parallel_mode,
+        size=size,
+        seq_length=args.seq_length,
+        kernel=kernel,
+        device=device,
+        dtype=dtype,
     )
-    for check in checks:
-        try:
-            check()
-        except ValueError as error:
-            problem = name_flags(str(error))
-            problems.append(problem if "--" in problem else f"--model {args.model}: {problem}")
-    return problems
+    return [*shared, *problems_of(args.model, checks)]
 
 
 @naming_flags()
-def _check_engine(args: argparse.Namespace, config: Any) -> None:
-    """Also of the kernel, on this machine; the library engine is imported only where it could run."""
-    import torch
-
+def _check_library(args: argparse.Namespace, device: Any, dtype: Any, config: Any) -> None:
+    """Raise ValueError unless the library engine can compute attention here; it is imported only where it could."""
     from ..engines import check_engine, get_engine
     from ..huggingface import head_dim
-    from ..kernels import check_kernel
     from ..kernels.flash_attn import FlashAttnKernel
 
     check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
-    what = device, dtype, head_dim(config)
-    if args.attn_engine == "easy_context":
-        check_kernel(args.attn_kernel, *what)
-        return
-    if reason := FlashAttnKernel().unsupported_reason(*what):
+    if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim(config)):
         raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
     get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
 
@@ -199,18 +183,6 @@ def _check_dropout(config: Any) -> None:
         raise ValueError(
             f"attention dropout {dropout} cannot be honoured: set attention_dropout to 0 in its config.json"
         )
-
-
-def _check_liger(args: argparse.Namespace, config: Any) -> None:
-    from ..model.liger import liger_refusal, liger_unavailable
-
-    refusal = liger_refusal(config)
-    if args.liger is None:
-        args.liger = liger_unavailable() is None and refusal is None
-    elif args.liger and (reason := liger_unavailable()):
-        raise ValueError(f"--liger: {reason}; use --no-liger")
-    elif args.liger and refusal:
-        raise ValueError(f"--liger: {refusal}; use --no-liger")
 
 
 def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:

@@ -11,7 +11,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import IO, Any
 
-from ..common.errors import first_line
 from ..common.files import first_free, write_whole
 from .arguments import refusal
 
@@ -118,15 +117,3 @@ def _follow_umask(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(mode & 0o777)
-
-
-def load_tokenizer(name_or_path: str) -> Any:
-    """The model's tokenizer, or None (said once) if there is none: training needs only token ids."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error).rstrip(": ")
-        print(f"no tokenizer is saved with the model, because {name_or_path} has none that loads ({reason})")
-        return None

@@ -15,12 +15,13 @@ from easy_context.evaluation import cells, loading
 from easy_context.evaluation.encoding import TextEncoder
 from easy_context.evaluation.haystack import Haystack
 from easy_context.evaluation.journal import Cell, Journal, model_fingerprint, tokenizer_fingerprint
-from easy_context.evaluation.loading import check_parallelism, load_config, load_scorer
+from easy_context.evaluation.loading import check_parallelism, load_scorer
 from easy_context.evaluation.needle import NeedleTask
 from easy_context.evaluation.prompts import ContextTooShort, PromptBuilder, Row
 from easy_context.evaluation.scorer import Scorer
 from easy_context.evaluation.tasks import RULER_TASKS, ruler_task
 from easy_context.mesh import Mesh
+from easy_context.model.config import load_config
 
 TOY = ["--prompt-template", "{haystack}{question}", "--needle-template", " #{value}#", "--question-template", "\n#"]
 TOY += ["--answer-template", "{value}", "--digits", "5", "--min_context_length", "96", "--max_context_length", "200"]
@@ -391,7 +392,7 @@ def test_what_processes_cannot_share_is_refused_before_loading(
     for key, value in overrides.items():
         setattr(config, key, value)
     with pytest.raises(ValueError, match=message):
-        check_parallelism(config, parse(model_folder, tmp_path, *arguments), 200)
+        check_parallelism(model_folder, config, parse(model_folder, tmp_path, *arguments), 200)
 
 
 def test_a_family_without_parallel_modes_runs_on_one_process(model_folder, tmp_path):
@@ -577,7 +578,7 @@ def test_cells_that_were_not_asked_for_stay_out_of_the_summary(tmp_path):
         (["--min_context_length", "12"], "a context of 12 tokens cannot hold task needle"),
         (["--num_distractor", "2"], "--needle-template ' #{value}#' must hold {key}"),
         (["--prompt-template", "{haystack}"], "must hold {question} exactly once"),
-        (["--model", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
+        (["--model", "absent/folder/x"], "--model absent/folder/x: no such folder; give a hub name"),
         (
             ["--parallel_mode", "ulysses_attn", "--sequence-parallel-size", "2"],
             "--sequence-parallel-size 2 must divide",

@@ -19,8 +19,9 @@ from easy_context import loss
 from easy_context.evaluation import perplexity, results, rows
 from easy_context.evaluation import texts as documents
 from easy_context.evaluation.arguments import context_lengths
-from easy_context.evaluation.loading import load_config, load_scorer
+from easy_context.evaluation.loading import load_scorer
 from easy_context.evaluation.perplexity import Sum, TokenSums
+from easy_context.model.config import load_config
 
 LENGTHS = (2, 3, 17, 64, 100, 128)
 RELATIVE = 1e-5  # fp32 losses of the same tokens by another order of sums
@@ -419,7 +420,7 @@ def test_grids_of_lengths():
         (["--text", "TEXT", "--samples", "0"], "--samples 0: give at least 1"),
         (["--text", "TEXT", "--bucket-tokens", "0"], "--bucket-tokens 0: give at least 1"),
         (["--text", "TEXT", "--min-tokens", "9000"], "--min-tokens 9000 and --max-tokens 8192"),
-        (["--text", "TEXT", "-m", "absent/folder/x"], "--model absent/folder/x: not a folder with a model"),
+        (["--text", "TEXT", "-m", "absent/folder/x"], "--model absent/folder/x: no such folder; give a hub name"),
         (["--text", "TEXT", "--output-file", "/proc/none/x.csv"], "--output-file /proc/none/x.csv: cannot be written"),
         (["--text", "TEXT", "--output-file", "x.json"], "--output-file x.json: the summary takes this name"),
         (["--text", "TEXT", "--rope-theta", "nan"], "--rope-theta nan: give a positive, finite number"),

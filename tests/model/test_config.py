@@ -1,10 +1,10 @@
-"""The RoPE base must hold in the loaded model, in what is saved, and in a reload; other scaling stays."""
+"""The RoPE base must hold in the loaded model, in what is saved, and in a reload; configs that do not load say why."""
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from easy_context.model.config import set_rope_theta
+from easy_context.model.config import load_config, model_problems, set_rope_theta
 
 HEAD_DIM = 16
 SMALL = {
@@ -113,3 +113,63 @@ def test_one_base_cannot_replace_a_base_for_each_layer_type():
     config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     with pytest.raises(ValueError, match="(?s)rope_theta.*full_attention"):
         set_rope_theta(config, 1e6, None)
+
+
+def test_a_config_loads_from_its_folder(tmp_path):
+    LlamaConfig(**SMALL).save_pretrained(tmp_path / "model")
+    assert load_config(str(tmp_path / "model")).to_dict() == AutoConfig.from_pretrained(tmp_path / "model").to_dict()
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "holds no config.json"),
+        ("{", "not a valid JSON file"),
+        ("\0", "not a valid JSON file"),
+        ("3", "has no config that loads"),
+        ("[]", "Unrecognized model"),
+        ('{"model_type": "no-such-type"}', "no-such-type"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "Validation error for field 'hidden_size': .*expected int"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "has no config that loads"),
+        ('{"model_type": "llama", "dtype": "wide"}', "has no config that loads"),
+    ],
+)
+def test_a_config_that_does_not_load_is_one_line_with_the_reason(tmp_path, content, reason):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}.*{reason}.*$") as error:
+        load_config(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./absent", "a/b/c", __file__])
+def test_what_can_only_be_a_folder_is_not_looked_up_on_the_hub(name):
+    with pytest.raises(ValueError, match=f"--model {name}: no such folder; give a hub name"):
+        load_config(name)
+
+
+def problems(config, **changes) -> list[str]:
+    where = {"mode": "ulysses_attn", "size": 2, "seq_length": 64, "kernel": "auto"}
+    where |= {"device": torch.device("cpu"), "dtype": torch.float32}
+    return list(model_problems("name", config, **(where | changes)))
+
+
+def test_all_that_a_model_cannot_do_is_listed_and_the_config_left_alone():
+    config = MistralConfig(
+        **{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, head_dim=16, sliding_window=32
+    )
+    before = config.to_dict()
+    heads, window, kernel = problems(config, kernel="cudnn")
+    assert heads.startswith("--parallel_mode ulysses_attn cannot split 3 query heads")
+    assert window.startswith("--model name: sliding_window=32 is shorter than the row of 64 tokens")
+    assert kernel.startswith("--attn-kernel cudnn cannot be used here")
+    assert config.to_dict() == before
+    assert problems(config, kernel=None) == [heads, window]
+    assert problems(config, size=3, seq_length=30) == []
+
+
+def test_another_family_is_the_only_problem_named():
+    """Its config may lack what the other checks read."""
+    assert [problem.partition(" is not")[0] for problem in problems(AutoConfig.for_model("gpt2"))] == [
+        "--model name: model type 'gpt2'"
+    ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from family_models import family_config
 
-from easy_context.model.liger import apply_liger, liger_refusal, liger_unavailable
+from easy_context.model.liger import apply_liger, choose_liger, liger_refusal, liger_unavailable
 
 
 @pytest.fixture
@@ -64,3 +64,16 @@ def test_what_liger_would_drop_is_refused(stand_in):
     with pytest.raises(ValueError, match="'gemma' is not supported"):
         apply_liger(config)
     assert stand_in == []
+
+
+def test_liger_is_chosen_where_it_can_be_used_unless_asked_otherwise(stand_in, monkeypatch):
+    plain, biased = family_config("llama"), family_config("llama", mlp_bias=True)
+    assert [choose_liger(requested, plain) for requested in (None, True, False)] == [True, True, False]
+    assert [choose_liger(requested, biased) for requested in (None, False)] == [False, False]
+    with pytest.raises(ValueError, match="--liger: .*mlp_bias=True; use --no-liger"):
+        choose_liger(True, biased)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    liger_unavailable.cache_clear()
+    assert [choose_liger(requested, plain) for requested in (None, False)] == [False, False]
+    with pytest.raises(ValueError, match="--liger: there is no CUDA device; use --no-liger"):
+        choose_liger(True, plain)

@@ -246,3 +246,12 @@ def test_under_zero3_the_same_is_loaded_and_refused_on_every_rank(pool, tmp_path
             assert found[case] == "", case
         for case in INCOMPLETE:
             assert re.search(INCOMPLETE[case][2].split(" .*")[0], found[case]), case
+
+
+@pytest.mark.parametrize("setting", [{"vocab_size": -1}, {"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}])
+def test_a_config_that_makes_no_model_is_one_line(tmp_path, setting):
+    name = save(tmp_path / "model", lambda tensors: tensors, {})
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | setting))
+    with pytest.raises(ValueError, match=f"--model {name}: no model can be built from its config.json .*$"):
+        check_weights(name, AutoConfig.from_pretrained(name))

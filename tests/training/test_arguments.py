@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import REPOSITORY
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from easy_context.training import arguments
@@ -59,6 +59,10 @@ def assets(tmp_path_factory) -> Path:
     save_file({"x": torch.ones(100)}, folder / "cut-off" / "model.safetensors")
     with open(folder / "cut-off" / "model.safetensors", "r+b") as file:
         file.truncate(200)
+    AutoModelForCausalLM.from_config(configs["llama"]).save_pretrained(folder / "incomplete")
+    tensors = load_file(folder / "incomplete" / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "incomplete" / "model.safetensors", metadata={"format": "pt"})
     for model_type in ("gpt2", "no-such-type"):
         (folder / model_type).mkdir()
         save_file({}, folder / model_type / "model.safetensors")
@@ -84,11 +88,14 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
-def find_problems(assets: Path, *flags: str, world_size: int = 1):
-    """Checks with flags that are right except for those given."""
+def find_problems(assets: Path, *flags: str, world_size: int = 1) -> list[str]:
+    return argument_checks.find_problems(arguments_with(assets, *flags), world_size)
+
+
+def arguments_with(assets: Path, *flags: str):
+    """Flags that are right except for those given."""
     right = ["--model", str(assets / "llama"), "--dataset", str(assets / "rows"), "--seq-length", "32"]
-    args = parse_arguments([*right, "--output-dir", str(assets / "new"), *(flag.format(assets) for flag in flags)])
-    return argument_checks.find_problems(args, world_size)
+    return parse_arguments([*right, "--output-dir", str(assets / "new"), *(flag.format(assets) for flag in flags)])
 
 
 HELP = """
@@ -165,6 +172,7 @@ def test_names_spelled_out_for_help_are_the_real_ones():
         (["--attn-kernel", "cudnn"], ["--attn-kernel cudnn", "CUDA"]),
         (["--model", "{0}/no-weights"], ["--model", "holds no weights"]),
         (["--model", "{0}/cut-off"], ["--model", "model.safetensors is damaged", "again"]),
+        (["--model", "{0}/incomplete"], ["--model", "its weights lack model.layers.0.mlp.up_proj.weight"]),
         (["--model", "{0}/rows"], ["--model", "holds no config.json"]),
         (["--model", "{0}/no-such-type"], ["--model", "no-such-type", "hub name or a model's folder"]),
         (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),
@@ -189,7 +197,7 @@ def test_names_spelled_out_for_help_are_the_real_ones():
     ],
 )
 def test_each_mistake_is_named_with_its_remedy(assets, flags, fragments):
-    problems, _ = find_problems(assets, *flags)
+    problems = find_problems(assets, *flags)
     assert len(problems) == 1, problems
     for fragment in fragments:
         assert fragment in problems[0]
@@ -209,7 +217,7 @@ def test_each_mistake_is_named_with_its_remedy(assets, flags, fragments):
     ],
 )
 def test_what_so_many_processes_cannot_do(assets, world_size, flags, fragments):
-    problems, _ = find_problems(assets, *flags, world_size=world_size)
+    problems = find_problems(assets, *flags, world_size=world_size)
     assert len(problems) == 1, problems
     for fragment in fragments:
         assert fragment in problems[0]
@@ -232,21 +240,20 @@ def test_what_so_many_processes_cannot_do(assets, world_size, flags, fragments):
     ],
 )
 def test_what_works_has_no_problems(assets, world_size, flags):
-    problems, config = find_problems(assets, *flags, world_size=world_size)
-    assert problems == []
-    assert config.max_position_embeddings >= 32
+    assert find_problems(assets, *flags, world_size=world_size) == []
     assert not (assets / "new").exists() and not (assets / "deep").exists()  # checking writes nothing
 
 
-def test_the_config_that_comes_back_has_the_new_base_and_window(assets):
-    problems, config = find_problems(assets, "--rope-theta", "5e6", "--seq-length", "4096")
-    assert problems == []
-    assert config.rope_parameters["rope_theta"] == 5e6
-    assert config.max_position_embeddings == 4096
+def test_checking_changes_no_argument(assets):
+    """train.py itself sets the base and chooses Liger, where a reader sees it."""
+    args = arguments_with(assets, "--rope-theta", "5e6", "--seq-length", "4096")
+    before = dict(vars(args))
+    assert argument_checks.find_problems(args, world_size=1) == []
+    assert vars(args) == before and args.liger is None
 
 
 def test_all_problems_are_reported_together(assets):
-    problems, _ = find_problems(
+    problems = find_problems(
         assets,
         *("--batch-size", "0", "--dataset", "{0}/empty", "--output-dir", "{0}/finished", "--model", "{0}/nothing"),
         *("--sequence-parallel-size", "5"),
@@ -282,7 +289,7 @@ def test_only_the_first_process_of_a_machine_speaks(assets, monkeypatch, capsys)
 
 def test_a_tracker_that_is_not_installed_is_named(assets, monkeypatch):
     monkeypatch.setattr(argument_checks.importlib.util, "find_spec", lambda name: None)
-    problems, _ = find_problems(assets, "--report-to", "tensorboard", "--no-liger")
+    problems = find_problems(assets, "--report-to", "tensorboard", "--no-liger")
     assert len(problems) == 1
     assert "--report-to tensorboard needs the package tensorboard: pip install tensorboard" in problems[0]
 
@@ -307,8 +314,8 @@ def test_the_beginning_of_a_flag_is_not_taken_for_it(words, capsys):
 @pytest.mark.parametrize("mode", arguments.MODES)
 def test_every_mode_takes_a_ring_degree(assets, mode):
     assert parse_arguments([]).ring_degree == 1
-    assert find_problems(assets, "--parallel_mode", mode, "--ring_degree", "2")[0] == []
-    (problem,) = find_problems(assets, "--parallel_mode", mode, "--ring-degree", "0")[0]
+    assert find_problems(assets, "--parallel_mode", mode, "--ring_degree", "2") == []
+    (problem,) = find_problems(assets, "--parallel_mode", mode, "--ring-degree", "0")
     assert problem == "--ring-degree 0 must be a finite number, at least 1"
 
 
