@@ -161,7 +161,7 @@ def measure(engine, batch, micro_batches: int, args: argparse.Namespace, world) 
 
 def add_rates(row: dict, args: argparse.Namespace, world) -> None:
     """Tokens per second and GPU, and MFU, from the step's time."""
-    from easy_context.training.metrics import flops_per_token, peak_flops
+    from easy_context.training.flops import flops_per_token, peak_flops
 
     speed = row["tokens_per_step"] / row["step_seconds"] / world.size
     token_flops = flops_per_token(

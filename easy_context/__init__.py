@@ -13,6 +13,7 @@ _HOMES = {
     "apply_zigzag_ring_attn_monkey_patch_llama": "original_names",
     "apply_zigzag_ring_attn_monkey_patch_mistral": "original_names",
     "gather_seq_parallel_outputs": "sequence_parallel",
+    "next_token_targets": "loss",
     "prepare_dataloader": "dataloader",
     "prepare_dist_flash_attn_inputs": "original_names",
     "prepare_seq_parallel_inputs": "sequence_parallel",
@@ -22,6 +23,7 @@ _HOMES = {
     "remove_seq_parallel_monkey_patch": "sequence_parallel",
     "remove_unsloth_offloaded_gradient_checkpoint_monkey_patch": "memory.recompute",
     "set_rope_theta": "model.config",
+    "shard_batch": "shards",
 }
 __all__ = list(_HOMES)
 

@@ -121,8 +121,8 @@ def loss_of_shards(loss_function: Callable) -> Callable:
             if targets is None:
                 raise ValueError(
                     "labels= cannot be honoured on a shard of a row, inside of which they would be shifted once more: "
-                    "shift whole rows with easy_context.loss.next_token_targets, split them with prepare_seq_parallel_inputs "
-                    "and pass its local_target_ids as shift_labels="
+                    "shift whole rows with easy_context.next_token_targets, split them with shard_batch or "
+                    "prepare_seq_parallel_inputs, and pass the shard's targets as shift_labels="
                 )
             if options.get("num_items_in_batch") is None:
                 options["num_items_in_batch"] = count_targets(targets, mesh.sequence_group)

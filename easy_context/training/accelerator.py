@@ -1,10 +1,9 @@
-"""The Accelerator, optimizer and scheduler, set up alike for DeepSpeed or plain PyTorch, on CUDA or CPU."""
+"""The Accelerator and what it prepares, set up alike for DeepSpeed or plain PyTorch, on CUDA or CPU."""
 
 import logging
 import math
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +11,17 @@ from typing import Any
 
 import torch
 
+from ..model.weights import load_whole
+from .arguments import Arguments
 from .launch_settings import settle_launch
+from .refusal import refusal
 
 _log = logging.getLogger(__name__)
 _BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # as x86 and ARM name them in /proc/cpuinfo
 COLLECTIVE_TIMEOUT = timedelta(seconds=1_000_000)  # one rank may prepare data or save for hours
 
 
-def build_accelerator(args: Namespace) -> Any:
+def build_accelerator(args: Arguments) -> Any:
     """Make the Accelerator that the launch configuration and the flags ask for.
 
     Args:
@@ -112,57 +114,52 @@ def _compile_no_optimizer(config: dict[str, Any]) -> None:
         config["optimizer"]["params"]["torch_adam"] = True
 
 
-def learning_rate_factor(args: Namespace) -> Callable[[int], float]:
-    """The learning rate's share of --learning-rate at each optimizer step, counted from 0.
+@refusal()
+def load_model(args: Arguments, config: Any, accelerator: Any) -> torch.nn.Module:
+    """Load the model of `--model` with this config; end the run with a message if any tensor is missing.
 
-    A linear warm-up over --warmup-steps, whose first step already trains, then --lr-scheduler: constant, or a cosine or
-    linear decay that would reach 0 one step after --max-train-steps.
+    DeepSpeed keeps float32 master weights beside a bf16 model; plain PyTorch trains float32 weights under autocast.
     """
-
-    def factor(step: int) -> float:
-        if step < args.warmup_steps:
-            return (step + 1) / (args.warmup_steps + 1)
-        progress = (step - args.warmup_steps) / max(1, args.max_train_steps - args.warmup_steps)
-        if args.lr_scheduler == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        if args.lr_scheduler == "linear":
-            return max(0.0, 1 - progress)
-        return 1.0
-
-    return factor
+    in_bf16 = args.mixed_precision == "bf16" and accelerator.state.deepspeed_plugin is not None
+    return load_whole(args.model, config, torch.bfloat16 if in_bf16 else torch.float32)
 
 
-def prepare_training(args: Namespace, accelerator: Any, model: torch.nn.Module) -> tuple[Any, Any, Any]:
-    """Hand the model to Accelerate with AdamW and its schedule, which DeepSpeed builds itself where it runs the step.
+def prepare(
+    accelerator: Any, model: torch.nn.Module, optimizer: Any, schedule: Callable[[int], float], args: Arguments
+) -> tuple[Any, Any, Any]:
+    """Hand the model and its optimizer to Accelerate: to DDP, or to DeepSpeed, which builds both itself.
+
+    Args:
+        accelerator: the Accelerator.
+        model: loaded and patched.
+        optimizer: from `adamw`.
+        schedule: the learning rate's share at each optimizer step.
+        args: train.py's arguments.
 
     Returns:
         The prepared model, the optimizer, and the scheduler, to be stepped once an optimizer step.
     """
-    groups = _parameter_groups(model, args.weight_decay)
-    factor = learning_rate_factor(args)
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None:
-        from accelerate.utils import DummyOptim, DummyScheduler
+    if plugin is None:
+        # Not prepared: Accelerate would step the schedule once a process, taking the processes for data-parallel ones.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        return *accelerator.prepare(model, optimizer), scheduler
+    from accelerate.utils import DummyScheduler
 
-        without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
-        clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
-        if clip_here:
-            plugin.deepspeed_config["gradient_clipping"] = 0.0
-        optimizer = DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-        scheduler = DummyScheduler(
-            optimizer, lr_scheduler_callable=lambda real: torch.optim.lr_scheduler.LambdaLR(real, factor)
-        )
-        engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        if without_zero:
-            # In bf16 DeepSpeed has made a step of zeros already, which would count in Adam's bias correction.
-            engine.basic_optimizer.state.clear()
-        if clip_here:
-            _clip_before_step(engine, args.max_grad_norm)
-        return engine, optimizer, scheduler
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
-    # Not prepared: Accelerate would step the schedule once a process, taking the processes for data-parallel ones.
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return *accelerator.prepare(model, optimizer), scheduler
+    without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
+    clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
+    if clip_here:
+        plugin.deepspeed_config["gradient_clipping"] = 0.0
+    scheduler = DummyScheduler(
+        optimizer, lr_scheduler_callable=lambda real: torch.optim.lr_scheduler.LambdaLR(real, schedule)
+    )
+    engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if without_zero:
+        # In bf16 DeepSpeed has made a step of zeros already, which would count in Adam's bias correction.
+        engine.basic_optimizer.state.clear()
+    if clip_here:
+        _clip_before_step(engine, args.max_grad_norm)
+    return engine, optimizer, scheduler
 
 
 def _clip_before_step(engine: Any, max_norm: float) -> None:
@@ -175,17 +172,6 @@ def _clip_before_step(engine: Any, max_norm: float) -> None:
 
     engine.optimizer.register_step_pre_hook(clip)
     engine.get_global_grad_norm = lambda: norm
-
-
-def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices, none for norms and biases. (Under ZeRO-3 a parameter's own shape is empty.)"""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
-    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
 
 
 def clip_gradients(accelerator: Any, model: torch.nn.Module, max_norm: float) -> float | None:

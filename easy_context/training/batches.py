@@ -1,7 +1,6 @@
 """Rows of token ids for each optimizer step: seeded, endless, the same for every rank that shares a row."""
 
 import os
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from ..common.errors import first_line
 from ..common.notes import say_once
 from ..data.columns import apply_columns, describe_columns, kind_of
-from ..loss import IGNORE_INDEX
+from ..loss import IGNORE_INDEX, next_token_targets
 from ..mesh import Mesh
+from .arguments import Arguments
 
 Batch = dict[str, torch.Tensor]
 _TOKENS = ("input_ids", "labels")
@@ -189,10 +189,10 @@ class RowStream:
         return self._dataset[self._order[offset]]
 
 
-def training_windows(
-    dataset: Any, args: Namespace, mesh: Mesh, vocab_size: int, first_step: int = 1
+def training_steps(
+    dataset: Any, args: Arguments, mesh: Mesh, vocab_size: int, first_step: int = 1
 ) -> Iterator[list[Batch]]:
-    """This rank's micro-batches, one accumulation window an optimizer step.
+    """Yield this rank's micro-batches of each optimizer step.
 
     Step s, counted from 1, uses rows (s-1)*G to s*G of the stream, G = batch size x accumulation x data-parallel
     groups, however G is made up; ranks of one sequence-parallel group get the same rows. `first_step` comes first.
@@ -203,16 +203,16 @@ def training_windows(
     stream = RowStream(dataset, args.seed)
     row = (first_step - 1) * args.gradient_accumulate_every * args.batch_size * mesh.data_size
     while True:
-        window = []
+        micro_batches = []
         for _ in range(args.gradient_accumulate_every):
             first = row + mesh.data_rank * args.batch_size
             rows = [stream[index] for index in range(first, first + args.batch_size)]
-            window.append(collate(rows, args.seq_length, vocab_size))
+            micro_batches.append(collate(rows, args.seq_length, vocab_size))
             row += args.batch_size * mesh.data_size
-        yield window
+        yield micro_batches
 
 
-def evaluation_batches(dataset: Any, args: Namespace, mesh: Mesh, vocab_size: int) -> Iterator[Batch]:
+def evaluation_batches(dataset: Any, args: Arguments, mesh: Mesh, vocab_size: int) -> Iterator[Batch]:
     """Every row once over all data-parallel groups; where rows run out, rows without targets keep the ranks in step."""
     step = args.batch_size * mesh.data_size
     for start in range(0, len(dataset), step):
@@ -220,7 +220,7 @@ def evaluation_batches(dataset: Any, args: Namespace, mesh: Mesh, vocab_size: in
         rows = [dataset[index % len(dataset)] for index in range(first, first + args.batch_size)]
         batch = collate(rows, args.seq_length, vocab_size, flag="--eval-dataset")
         surplus = max(0, min(args.batch_size, first + args.batch_size - len(dataset)))
-        batch["labels"][args.batch_size - surplus :] = IGNORE_INDEX
+        batch["targets"][args.batch_size - surplus :] = IGNORE_INDEX
         yield batch
 
 
@@ -234,8 +234,8 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
         flag: for errors.
 
     Returns:
-        `input_ids` and `labels` `[batch, longest]` int64; padding is token 0 with label -100, which the causal mask
-        hides from every real token.
+        `input_ids` and `targets` (the next token's id, or -100) `[batch, longest]` int64; padding is token 0 without a
+        target, which the causal mask hides from every real token.
 
     Raises:
         ValueError: a token id or label outside the vocabulary, labels of another length than their row, or another
@@ -245,13 +245,12 @@ def collate(rows: list[Batch], seq_length: int, vocab_size: int, flag: str = "--
     longest = min(seq_length, max(1, *(len(ids) for ids, _ in kept)))
     input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORE_INDEX)
-    for i, (ids, targets) in enumerate(kept):
+    for i, (ids, own_labels) in enumerate(kept):
         length = min(len(ids), longest)
-        input_ids[i, :length], labels[i, :length] = ids[:length], targets[:length]
-    targets = labels.where(labels != IGNORE_INDEX, 0)
-    for ids, what in ((input_ids, "token ids"), (targets, "labels")):
+        input_ids[i, :length], labels[i, :length] = ids[:length], own_labels[:length]
+    for ids, what in ((input_ids, "token ids"), (labels.where(labels != IGNORE_INDEX, 0), "labels")):
         _refuse_ids(int(ids.min()), int(ids.max()), vocab_size, flag, what)
-    return {"input_ids": input_ids, "labels": labels}
+    return {"input_ids": input_ids, "targets": next_token_targets(labels)}
 
 
 def describe_lengths(dataset: Any, seq_length: int) -> str | None:

@@ -1,7 +1,7 @@
 """Every check of train.py's flags that needs no model weights; each problem names flag, value and remedy."""
 
-import argparse
 import copy
+import dataclasses
 import importlib.util
 import math
 import os
@@ -10,14 +10,36 @@ from typing import Any
 
 from ..common.errors import name_flags, naming_flags
 from ..model.config import is_rope_base, load_config, model_problems, problems_of, set_rope_theta
+from .arguments import Arguments
+from .refusal import cannot_start
 
 
-def find_problems(args: argparse.Namespace, world_size: int) -> list[str]:
-    """Check everything at once and return all problems; nothing is changed.
+def check_arguments(args: Arguments) -> tuple[Any, Any]:
+    """Check everything that can be checked before the model loads; print all problems together, and exit if any.
+
+    Args:
+        args: from `parse_arguments`; not changed.
+
+    Returns:
+        The rows of --dataset and of --eval-dataset (None without one), which are checked.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    problems, rows, eval_rows = find_problems(args, world_size)
+    problems = launch_problems(world_size) + problems
+    if problems:
+        cannot_start(problems)
+    return rows, eval_rows
+
+
+def find_problems(args: Arguments, world_size: int) -> tuple[list[str], Any, Any]:
+    """Check everything at once, and change nothing.
 
     Args:
         args: from `parse_arguments`.
         world_size: processes of the launch.
+
+    Returns:
+        All problems, and the rows of --dataset and --eval-dataset (None without one, or if they cannot be used).
     """
     numbers = _number_problems(args)
     problems = numbers + _output_problems(args) + _tracker_problems(args)
@@ -27,7 +49,11 @@ def find_problems(args: argparse.Namespace, world_size: int) -> list[str]:
     problems += problem
     if config is not None and size is not None and not numbers:
         problems += _model_problems(args, config, size)
-    return problems + _dataset_problems(args, config)
+    rows, problem = _load_rows("--dataset", args.dataset, args, config)
+    eval_rows, eval_problem = None, []
+    if args.eval_dataset is not None:
+        eval_rows, eval_problem = _load_rows("--eval-dataset", args.eval_dataset, args, config)
+    return problems + problem + eval_problem, rows, eval_rows
 
 
 def launch_problems(world_size: int) -> list[str]:
@@ -41,26 +67,12 @@ def launch_problems(world_size: int) -> list[str]:
     return []
 
 
-def _number_problems(args: argparse.Namespace) -> list[str]:
+def _number_problems(args: Arguments) -> list[str]:
     problems = []
-    at_least_one = (
-        "batch_size",
-        "gradient_accumulate_every",
-        "max_train_steps",
-        "eval_every",
-        "log_every",
-        "ring_degree",
-        "keep_last",
-    )
-    not_negative = (
-        *("warmup_steps", "weight_decay", "max_grad_norm", "mlp_tile_size", "learning_rate"),
-        *("save_every", "save_minutes"),
-    )
-    for names, least in ((("seq_length",), 2), (at_least_one, 1), (not_negative, 0)):
-        for name in names:
-            value = getattr(args, name)
-            if not (math.isfinite(value) and value >= least):
-                problems.append(f"--{name.replace('_', '-')} {value} must be a finite number, at least {least}")
+    for field in dataclasses.fields(Arguments):
+        least, value = field.metadata["least"], getattr(args, field.name)
+        if least is not None and not (math.isfinite(value) and value >= least):
+            problems.append(f"--{field.name.replace('_', '-')} {value} must be a finite number, at least {least}")
     if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
     if not 0 <= args.seed < 2**32:  # numpy takes no other
@@ -75,7 +87,7 @@ def _number_problems(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _output_problems(args: argparse.Namespace) -> list[str]:
+def _output_problems(args: Arguments) -> list[str]:
     from ..common.files import nearest_existing, probe_folder
     from .resume_files import MANIFEST
     from .saving import is_finished
@@ -95,7 +107,7 @@ def _output_problems(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def _tracker_problems(args: argparse.Namespace) -> list[str]:
+def _tracker_problems(args: Arguments) -> list[str]:
     problems = []
     if args.wandb and args.report_to not in ("wandb", "all"):
         problems.append(f"--wandb {args.wandb} has no effect with --report-to {args.report_to}: use wandb or all")
@@ -108,7 +120,7 @@ def _tracker_problems(args: argparse.Namespace) -> list[str]:
     return problems
 
 
-def _sequence_parallel_size(args: argparse.Namespace, world_size: int) -> tuple[int | None, list[str]]:
+def _sequence_parallel_size(args: Arguments, world_size: int) -> tuple[int | None, list[str]]:
     """Processes that share a row, None if the flag is wrong."""
     from ..mesh import sequence_size
 
@@ -134,7 +146,7 @@ def _checkpoint(model: str) -> tuple[Any, list[str]]:
     return (None if problems else config), problems
 
 
-def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[str]:
+def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
     """Return what this model cannot do with these flags, on this machine."""
     import torch
 
@@ -165,7 +177,7 @@ def _model_problems(args: argparse.Namespace, config: Any, size: int) -> list[st
 
 
 @naming_flags()
-def _check_library(args: argparse.Namespace, device: Any, dtype: Any, config: Any) -> None:
+def _check_library(args: Arguments, device: Any, dtype: Any, config: Any) -> None:
     """Raise ValueError unless the library engine can compute attention here; it is imported only where it could."""
     from ..engines import check_engine, get_engine
     from ..huggingface import head_dim
@@ -185,17 +197,13 @@ def _check_dropout(config: Any) -> None:
         )
 
 
-def _dataset_problems(args: argparse.Namespace, config: Any) -> list[str]:
+def _load_rows(flag: str, name: str, args: Arguments, config: Any) -> tuple[Any, list[str]]:
     from .batches import check_rows, load_rows
 
-    problems = []
-    for flag, name in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
-        if name is None:
-            continue
-        try:
-            rows = load_rows(name, flag)
-            if config is not None:
-                check_rows(rows, config.vocab_size, max(2, args.seq_length), f"{flag} {name}")
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
+    try:
+        rows = load_rows(name, flag)
+        if config is not None:
+            check_rows(rows, config.vocab_size, max(2, args.seq_length), f"{flag} {name}")
+    except ValueError as error:
+        return None, [str(error)]
+    return rows, []

@@ -3,15 +3,16 @@
 import copy
 import json
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .arguments import Arguments
+
 _ADAMW = ("adamw", "adam")  # DeepSpeed's Adam is AdamW unless told otherwise
 
 
-def settle_launch(args: Namespace, with_deepspeed: bool) -> tuple[Any, str | None]:
+def settle_launch(args: Arguments, with_deepspeed: bool) -> tuple[Any, str | None]:
     """Put the flags' values into what `accelerate launch` has set up for this process.
 
     It has to be done before the Accelerator is made, which refuses a DeepSpeed JSON of another precision, and would
@@ -39,7 +40,7 @@ def settle_launch(args: Namespace, with_deepspeed: bool) -> tuple[Any, str | Non
     return plugin, f"train.py's flags overrule {source}: {'; '.join(overruled)}" if overruled else None
 
 
-def _settle_environment(args: Namespace) -> list[str]:
+def _settle_environment(args: Arguments) -> list[str]:
     overruled = []
     for name, value, flag in (
         ("ACCELERATE_MIXED_PRECISION", args.mixed_precision, "--mixed-precision"),
@@ -54,7 +55,7 @@ def _settle_environment(args: Namespace) -> list[str]:
     return overruled
 
 
-def apply_flags(config: dict[str, Any], args: Namespace, written: dict[str, Any] | None = None) -> list[str]:
+def apply_flags(config: dict[str, Any], args: Arguments, written: dict[str, Any] | None = None) -> list[str]:
     """Give the flags the last word over a DeepSpeed configuration, which describes only the cluster.
 
     Args:
@@ -86,7 +87,7 @@ def apply_flags(config: dict[str, Any], args: Namespace, written: dict[str, Any]
     return overruled
 
 
-def _settled(args: Namespace, written: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _settled(args: Arguments, written: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Each key that train.py settles, its value, and where that comes from."""
     precision = f"--mixed-precision {args.mixed_precision}"
     yield "train_micro_batch_size_per_gpu", args.batch_size, "--batch-size"

@@ -1,71 +1,25 @@
 """What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
 
+import dataclasses
 import json
+import math
 import os
-import re
 import resource
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..common.files import null_for_nan
-from ..huggingface import head_dim
 from ..loss import IGNORE_INDEX
 from ..mesh import Mesh
+from .arguments import Arguments
+from .flops import count_parameters, flops_per_token, peak_flops
 from .progress import StepProgress
-from .saving import METRICS
-
-# Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A40": 150e12,
-    "A6000": 155e12,
-    "4090": 165e12,
-    "3090": 71e12,
-}
-
-
-def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
-    """Model FLOPs to train on one token, forward and backward, without recomputation.
-
-    Six for each weight that multiplies, and causal attention: on average a query meets half the row's keys (the
-    convention of arXiv 2204.02311, appendix B, with the causal half).
-
-    Args:
-        config: of the model.
-        parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
-        seq_length: tokens of a row, or the mean over all tokens of the length of their row.
-    """
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length
-    return 6 * (parameters - embedding) + attention
-
-
-def count_parameters(model: torch.nn.Module) -> int:
-    """Weights of the model, whole also under ZeRO-3, where each process holds a part."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s; None for one that is not in PEAK_FLOPS."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    if "Laptop" in name:  # slower than the card of the same number
-        return None
-    return next((flops for known, flops in PEAK_FLOPS.items() if re.search(rf"{known}\b", name)), None)
+from .saving import METRICS, prepare_metrics
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -75,88 +29,96 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
 
 
-def count_tokens(accelerator: Any, mesh: Mesh, targets: list[torch.Tensor]) -> tuple[int, torch.Tensor, float]:
-    """Count the tokens of a step over all ranks.
-
-    Args:
-        accelerator: the Accelerator.
-        mesh: of this rank.
-        targets: of each micro-batch, this rank's shard `[batch, local tokens]`, -100 where there is no target.
-
-    Returns:
-        All tokens, padding included; those that have a target, an int64 tensor; and the length of a token's whole row,
-        the mean over all tokens.
-    """
-    lengths = sum(target.numel() * target.shape[1] * mesh.sequence_size for target in targets)
-    counts = torch.tensor([sum(target.numel() for target in targets), 0, lengths], device=accelerator.device)
-    counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
-    tokens, valid_tokens, lengths = accelerator.reduce(counts, reduction="sum").unbind()
-    return int(tokens), valid_tokens, (lengths / tokens).item()
-
-
 class StepMeter:
-    """Times optimizer steps and makes each step's record."""
+    """Counts the tokens of each optimizer step, times it and makes its record."""
 
-    def __init__(self, device: torch.device, devices: int, token_flops: Callable[[float], float]) -> None:
+    def __init__(self, accelerator: Any, mesh: Mesh, config: Any, model: torch.nn.Module) -> None:
         """Start the clock.
 
         Args:
-            device: of this process.
-            devices: processes in the run.
-            token_flops: `flops_per_token` of this model, by the length of a row.
+            accelerator: the Accelerator.
+            mesh: the grid of ranks.
+            config: of the model.
+            model: the model, prepared or not.
         """
-        self._device, self._devices, self._token_flops = device, devices, token_flops
-        self._peak = peak_flops(device)
+        self._accelerator, self._mesh = accelerator, mesh
+        self._config, self._parameters = config, count_parameters(model)
+        self._peak = peak_flops(accelerator.device)
         self.restart()
 
     def restart(self) -> None:
         """Start the clock anew: what came before (an evaluation) is no training time."""
         self._start = time.perf_counter()
 
-    def record(
-        self,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        grad_norm: float,
-        tokens: int,
-        valid_tokens: int,
-        row_length: float,
-    ) -> dict[str, Any]:
-        """The record of the step that ends now, with the keys of a `metrics.jsonl` line.
+    def count(self, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Count the tokens of the step that begins, over all ranks; collective.
+
+        Args:
+            shards: this rank's shard of each micro-batch, from `shard_batch`.
+
+        Returns:
+            The number of targets, at least 1, int64.
+        """
+        targets = [shard["shift_labels"] for shard in shards]
+        counts = torch.tensor(
+            [
+                sum(target.numel() for target in targets),
+                0,
+                # each token weighs the length of its whole row
+                sum(target.numel() * target.shape[1] * self._mesh.sequence_size for target in targets),
+            ],
+            device=self._accelerator.device,
+        )
+        counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
+        tokens, valid_tokens, lengths = self._accelerator.reduce(counts, reduction="sum").unbind()
+        self._tokens, self._valid_tokens, self._row_length = int(tokens), int(valid_tokens), (lengths / tokens).item()
+        return valid_tokens.clamp(min=1)
+
+    def record(self, step: int, loss: float, learning_rate: float, grad_norm: float) -> dict[str, Any]:
+        """Return the record of the step that ends now, with the keys of a `metrics.jsonl` line.
 
         Args:
             step: counted from 1.
             loss: mean over the valid tokens of all ranks and the whole accumulation window, in nats.
             learning_rate: of this step.
             grad_norm: before clipping.
-            tokens: of this step, over all ranks, padding included.
-            valid_tokens: those that have a target.
-            row_length: of the rows in this step, the mean over their tokens.
         """
-        now = time.perf_counter()
-        speed = tokens / (now - self._start)
+        now, devices = time.perf_counter(), self._accelerator.num_processes
+        speed = self._tokens / (now - self._start)
         self._start = now
-        mfu = None if self._peak is None else speed / self._devices * self._token_flops(row_length) / self._peak
+        token_flops = flops_per_token(self._config, self._parameters, self._row_length)
         return {
             "step": step,
             "loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "tokens": tokens,
+            "tokens": self._tokens,  # padding included
             "tokens_per_second": speed,
-            "tokens_per_second_per_device": speed / self._devices,
-            "mfu": mfu,
-            "peak_memory_bytes": peak_memory_bytes(self._device),
-            "valid_tokens": valid_tokens,
+            "tokens_per_second_per_device": speed / devices,
+            "mfu": None if self._peak is None else speed / devices * token_flops / self._peak,
+            "peak_memory_bytes": peak_memory_bytes(self._accelerator.device),
+            "valid_tokens": self._valid_tokens,
             "time": time.time(),
         }
+
+
+@torch.no_grad()
+def mean_loss(accelerator: Any, model: torch.nn.Module, shards: Iterable[dict[str, torch.Tensor]]) -> float:
+    """Return the mean loss over every target of the shards of all ranks, in nats; collective."""
+    model.eval()
+    total = torch.zeros((), device=accelerator.device)
+    valid = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+    for shard in shards:
+        total += model(**shard, num_items_in_batch=1, use_cache=False).loss.float()
+        valid += (shard["shift_labels"] != IGNORE_INDEX).sum()
+    model.train()
+    return (accelerator.reduce(total) / accelerator.reduce(valid).clamp(min=1)).item()
 
 
 class MetricsLog:
     """Writes records on rank 0: a line of `metrics.jsonl`, the trackers, the progress bar."""
 
-    def __init__(self, accelerator: Any, args: Any, step: int = 0) -> None:
+    def __init__(self, accelerator: Any, args: Arguments, step: int = 0) -> None:
         """Open the file, the trackers and the bar.
 
         Args:
@@ -166,12 +128,15 @@ class MetricsLog:
         """
         from tqdm import tqdm
 
+        if accelerator.is_main_process:
+            prepare_metrics(Path(args.output_dir), step)
         self._accelerator, self._log_every = accelerator, args.log_every
         if args.report_to in ("wandb", "all"):
             _wandb_offline_without_key(accelerator.is_main_process)
         if args.report_to != "none":
             settings = {
-                key: str(value) if isinstance(value, (list, tuple)) else value for key, value in vars(args).items()
+                key: str(value) if isinstance(value, (list, tuple)) else value
+                for key, value in dataclasses.asdict(args).items()
             }
             accelerator.init_trackers(
                 args.wandb or "easy-context", config=settings, init_kwargs={"wandb": {"dir": args.output_dir}}
@@ -202,6 +167,21 @@ class MetricsLog:
             self._file.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
+
+
+def stop_if_diverged(accelerator: Any, log: MetricsLog, record: dict[str, Any]) -> None:
+    """End the run on all ranks, with a message and exit code 1, if the step's loss or gradient norm is not finite."""
+    if record["loss"] < math.inf and record["grad_norm"] < math.inf:  # NaN compares false
+        return
+    accelerator.print(
+        f"\nstep {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']}. Training stopped and "
+        "saved nothing more; lower --learning-rate, raise --warmup-steps or look at the rows of this step",
+        file=sys.stderr,
+    )
+    log.close()
+    accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
+    accelerator.state.destroy_process_group()
+    sys.exit(1)
 
 
 def describe(record: dict[str, Any]) -> str:

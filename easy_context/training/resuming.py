@@ -9,7 +9,6 @@ import json
 import logging
 import shutil
 import time
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import torch.distributed as dist
 
 from ..common.errors import first_line
 from ..common.files import first_free
-from .arguments import refusal
+from .arguments import Arguments
+from .refusal import refusal
 from .resume_files import FORMAT, MANIFEST, PARTIAL, checkpoints_in, damage, file_of, finish, read, write_own
 from .saving import MODEL_CONFIG
 from .zero_shares import load_shares, shares
@@ -47,7 +47,7 @@ class Checkpoints:
 
     @refusal()
     def __init__(
-        self, accelerator: Any, args: Namespace, mesh: Any, model: Any, optimizer: Any, scheduler: Any, rows: int
+        self, accelerator: Any, args: Arguments, mesh: Any, model: Any, optimizer: Any, scheduler: Any, rows: int
     ) -> None:
         """Remember what is saved.
 
@@ -263,7 +263,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def settings_of(args: Namespace, data_size: int, rows: int) -> dict[str, Any]:
+def settings_of(args: Arguments, data_size: int, rows: int) -> dict[str, Any]:
     """Return what decides the weights of each step, for the comparison with a checkpoint's."""
     settings = {name: getattr(args, name) for name in SETTINGS} | {"rows": rows}
     settings["rows_per_step"] = args.batch_size * args.gradient_accumulate_every * data_size

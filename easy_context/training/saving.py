@@ -1,5 +1,6 @@
 """Saving a plain Hugging Face checkpoint, from whatever way the model was sharded."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -7,12 +8,13 @@ import os
 import re
 import shutil
 import socket
-from argparse import Namespace
 from pathlib import Path
 from typing import IO, Any
 
 from ..common.files import first_free, write_whole
-from .arguments import refusal
+from ..model.tokenizer import load_tokenizer
+from .arguments import Arguments
+from .refusal import refusal
 
 _claims: list[IO] = []  # open files, whose locks end with the process
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
@@ -27,12 +29,14 @@ def is_finished(output_dir: Path) -> bool:
 
 
 @refusal()
-def prepare_output_dir(args: Namespace) -> None:
-    """Make the output folder, claim it for this run and write `args.json`."""
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    claim(output_dir)
-    (output_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+def prepare_output_dir(accelerator: Any, args: Arguments) -> None:
+    """Make the output folder, claim it for this run and write `args.json`; collective."""
+    if accelerator.is_main_process:
+        output_dir = Path(args.output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        claim(output_dir)
+        (output_dir / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=2) + "\n")
+    accelerator.wait_for_everyone()
 
 
 def claim(output_dir: Path) -> None:
@@ -78,7 +82,7 @@ def prepare_metrics(output_dir: Path, step: int) -> None:
     print(f"{metrics} of an earlier run is now {kept}")
 
 
-def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) -> None:
+def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str | None = None) -> None:
     """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
 
     Every rank calls it. All files are written into a folder `.saving-model` first, so that a run that dies meanwhile
@@ -88,15 +92,15 @@ def save_model(accelerator: Any, model: Any, tokenizer: Any, output_dir: str) ->
     Args:
         accelerator: the Accelerator.
         model: the prepared model.
-        tokenizer: saved beside the model; None for none.
         output_dir: the folder.
+        tokenizer_of: hub name or folder of the model whose tokenizer is saved beside this one, if it has any.
     """
     target, partial = Path(output_dir), Path(output_dir) / ".saving-model"
     state_dict = accelerator.get_state_dict(model)  # a collective; None off rank 0 under ZeRO-3
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
-        if tokenizer is not None:
+        if tokenizer_of is not None and (tokenizer := load_tokenizer(tokenizer_of, required=False)):
             tokenizer.save_pretrained(partial)
         _follow_umask(partial)
         (target / MODEL_CONFIG).unlink(missing_ok=True)

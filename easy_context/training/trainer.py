@@ -13,7 +13,7 @@ from ..data.columns import apply_columns, kind_of
 from ..loss import IGNORE_INDEX, next_token_targets
 from ..mesh import CurrentMesh
 from ..patch import current_patch
-from ..sequence_parallel import prepare_seq_parallel_inputs
+from ..shards import shard_batch
 
 _COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 _ROWS_CHECKED = 16  # for columns that the Trainer removes although they say how a row is to be read
@@ -219,16 +219,10 @@ def split_batch(batch: Batch, device: torch.device | str) -> Batch:
         )
     mode, mesh = current_patch().mode, _mesh()
     targets = next_token_targets(labels.masked_fill(~mask, IGNORE_INDEX))
-    part = prepare_seq_parallel_inputs(
-        mode.name, input_ids, position_ids, targets, mesh.sequence_rank, mesh.sequence_size, device
-    )
-    padding = part["local_input_ids"].shape[1] * mesh.sequence_size - input_ids.shape[1]
-    return {
-        "input_ids": part["local_input_ids"],
-        "position_ids": part["local_position_ids"],
-        "shift_labels": part["local_target_ids"],
-        "attention_mask": mode.shard(F.pad(mask.long(), (0, padding)), mesh.sequence_rank, mesh.sequence_size),
-    }
+    shard = shard_batch(mode.name, input_ids, targets, mesh, device)
+    padding = shard["input_ids"].shape[1] * mesh.sequence_size - input_ids.shape[1]
+    padded = F.pad(mask.long(), (0, padding))
+    return shard | {"attention_mask": mode.shard(padded, mesh.sequence_rank, mesh.sequence_size)}
 
 
 def _mesh() -> CurrentMesh:

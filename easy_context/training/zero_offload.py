@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import torch.distributed as dist
 
 from ..huggingface import head_dim
 from ..mesh import sequence_size
-from .arguments import refusal
+from .arguments import Arguments
+from .refusal import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Memory:
 
 
 @refusal()
-def choose_offload(args: Namespace, config: Any, accelerator: Any) -> None:
+def choose_offload(args: Arguments, config: Any, accelerator: Any) -> None:
     """Settle `zero_optimization.offload_*` of a ZeRO-3 launch: the JSON's word, --offload, or what fits.
 
     All processes decide alike, by the least free memory among them; one line in the log says what was chosen. Where
@@ -123,7 +123,7 @@ def _compared(need: Memory, free: Memory) -> str:
     )
 
 
-def memory_needed(choice: str, args: Namespace, config: Any, processes: int) -> Memory:
+def memory_needed(choice: str, args: Arguments, config: Any, processes: int) -> Memory:
     """Estimate the peak of one process under ZeRO-3.
 
     Mixed-precision AdamW holds 16 bytes a parameter: bf16 weights and gradients, float32 weights and two moments.
@@ -154,7 +154,7 @@ def memory_needed(choice: str, args: Namespace, config: Any, processes: int) -> 
     return Memory(states.gpu + max(activations.gpu, step), states.host + activations.host)
 
 
-def activation_bytes(args: Namespace, config: Any, tokens: int) -> Memory:
+def activation_bytes(args: Arguments, config: Any, tokens: int) -> Memory:
     """Estimate what `tokens` local tokens keep and what one layer and the loss work in.
 
     The factors of one layer's work were fitted to the peaks of a Llama-3-8B shape at 256K tokens on an H200, with

@@ -183,7 +183,7 @@ def test_attention_flops(load):
 
 
 def test_model_flops_utilisation_of_llama_3_8b(load, monkeypatch):
-    from easy_context.training.metrics import flops_per_token
+    from easy_context.training.flops import flops_per_token
 
     step = load("train_step")
     args = parse(step, monkeypatch)

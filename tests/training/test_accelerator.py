@@ -1,4 +1,4 @@
-"""The Accelerator, the schedule, which parameters decay, clipping, advice about the machine."""
+"""The Accelerator, what it prepares, clipping, advice about the machine."""
 
 import logging
 import os
@@ -11,8 +11,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from easy_context.training import accelerator as ours
-from easy_context.training.accelerator import build_accelerator, clip_gradients, learning_rate_factor, prepare_training
+from easy_context.training.accelerator import build_accelerator, clip_gradients, prepare
 from easy_context.training.arguments import parse_arguments
+from easy_context.training.optimizer import adamw, warmup_then
 
 
 @pytest.fixture(autouse=True)
@@ -29,35 +30,6 @@ def fresh_state(monkeypatch):
     reset()
     yield
     reset()
-
-
-def factors(steps, **settings):
-    factor = learning_rate_factor(Namespace(**{"warmup_steps": 0, "lr_scheduler": "constant"} | settings))
-    return [factor(step) for step in range(steps)]
-
-
-def test_constant_is_constant_from_the_first_step():
-    assert factors(5, max_train_steps=5) == [1.0] * 5
-
-
-def test_warm_up_rises_linearly_and_its_first_step_trains():
-    assert factors(6, warmup_steps=3, max_train_steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_decay_falls_from_one_and_never_reaches_zero_while_training(name):
-    values = factors(10, warmup_steps=2, lr_scheduler=name, max_train_steps=10)
-    assert values[2] == 1.0
-    assert all(a > b for a, b in zip(values[2:], values[3:], strict=False))
-    assert 0 < values[-1] < 0.2
-    middle = values[6]  # half of the 8 steps after warm-up
-    assert middle == pytest.approx(0.5)
-    beyond = factors(15, warmup_steps=2, lr_scheduler=name, max_train_steps=10)[10:]
-    assert beyond == pytest.approx([0.0] * 5, abs=1e-12)
-
-
-def test_warm_up_longer_than_the_run_divides_by_nothing():
-    assert factors(3, warmup_steps=9, max_train_steps=3, lr_scheduler="cosine") == pytest.approx([0.1, 0.2, 0.3])
 
 
 @pytest.mark.parametrize("offload, torch_adam", [("none", True), ("cpu", True)])
@@ -145,25 +117,13 @@ def test_only_rank_0_says_what_is_chosen(monkeypatch, tmp_path, made_with):
         enable_progress_bar()
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    model[0].weight.requires_grad_(True)
-    matrices, vectors = ours._parameter_groups(model, 0.1)
-    assert matrices["weight_decay"] == 0.1 and [p.shape for p in matrices["params"]] == [(2, 3)]
-    assert vectors["weight_decay"] == 0.0 and [p.shape for p in vectors["params"]] == [(2,), (2,), (2,)]
-    for parameter in model.parameters():  # as ZeRO-3 leaves them: the shape is elsewhere
-        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
-    assert [len(group["params"]) for group in ours._parameter_groups(model, 0.1)] == [1, 3]
-    model[0].weight.requires_grad_(False)
-    assert ours._parameter_groups(model, 0.1)[0]["params"] == []
-
-
 def test_frozen_models_of_vectors_only_still_train(tmp_path):
     """An empty parameter group must not stop the optimizer."""
     args = parse_arguments(["--mixed-precision", "no", "--output-dir", str(tmp_path), "--max-grad-norm", "0"])
     accelerator = build_accelerator(args)
     args.adam_betas = [0.7, 0.8]
-    model, optimizer, scheduler = prepare_training(args, accelerator, torch.nn.LayerNorm(2))
+    model = torch.nn.LayerNorm(2)
+    model, optimizer, scheduler = prepare(accelerator, model, adamw(model, args, accelerator), warmup_then(args), args)
     assert optimizer.defaults["betas"] == (0.7, 0.8)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [args.weight_decay, 0.0]
     accelerator.backward(model(torch.tensor([[1.0, 3.0]])).sum() * args.gradient_accumulate_every)
@@ -177,7 +137,8 @@ def test_deepspeed_gets_the_flags_schedule():
     args = parse_arguments(["--learning-rate", "0.5", "--warmup-steps", "3", "--max-train-steps", "6"])
     plugin = Namespace(deepspeed_config={"zero_optimization": {"stage": 3}})
     launched = Namespace(state=Namespace(deepspeed_plugin=plugin), prepare=lambda *objects: objects)
-    model, optimizer, scheduler = prepare_training(args, launched, torch.nn.Linear(3, 2))
+    model = torch.nn.Linear(3, 2)
+    model, optimizer, scheduler = prepare(launched, model, adamw(model, args, launched), warmup_then(args), args)
     assert optimizer.lr == 0.5 and optimizer.weight_decay == args.weight_decay
     assert [group["weight_decay"] for group in optimizer.params] == [args.weight_decay, 0.0]
     real = torch.optim.AdamW(model.parameters(), lr=0.5)  # as DeepSpeed makes it

@@ -17,7 +17,7 @@ from easy_context.training.batches import (
     describe_lengths,
     evaluation_batches,
     load_rows,
-    training_windows,
+    training_steps,
 )
 
 ROWS = [[row, row, row + 1] for row in range(1, 12)]  # each names itself by its first token
@@ -76,7 +76,7 @@ def test_labels_are_kept(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[4, 5, 6]], "labels": labels}).to_parquet(tmp_path / "r.parquet")
     rows = load_rows(str(tmp_path / "r.parquet"))
     batch = collate([rows[0]], 8, VOCABULARY)
-    assert batch["labels"].tolist() == labels
+    assert batch["targets"].tolist() == [[5, 6, IGNORE_INDEX]]  # the next token's
 
 
 @pytest.mark.parametrize("name", ["broken.jsonl", "broken.parquet"])
@@ -117,16 +117,16 @@ def test_splits_without_train_are_named(table, tmp_path):
 def test_unequal_rows_are_cut_and_padded():
     batch = collate([{"input_ids": torch.arange(1, n + 1)} for n in (2, 9, 4)], 5, VOCABULARY)
     assert batch["input_ids"].tolist() == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
-    assert batch["labels"].tolist() == [
-        [1, 2, *[IGNORE_INDEX] * 3],
-        [1, 2, 3, 4, 5],
-        [1, 2, 3, 4, IGNORE_INDEX],
+    assert batch["targets"].tolist() == [
+        [2, *[IGNORE_INDEX] * 4],
+        [2, 3, 4, 5, IGNORE_INDEX],
+        [2, 3, 4, *[IGNORE_INDEX] * 2],
     ]
 
 
 def test_an_empty_row_has_no_targets():
     batch = collate([{"input_ids": torch.tensor([], dtype=torch.int64)}], 5, VOCABULARY)
-    assert batch["labels"].tolist() == [[IGNORE_INDEX]]
+    assert batch["targets"].tolist() == [[IGNORE_INDEX]]
 
 
 def test_values_outside_the_vocabulary_are_refused():
@@ -188,15 +188,15 @@ def test_neighbouring_seeds_share_no_epochs(rows):
 def rows_of_steps(rows, batch_size, accumulate, groups, steps):
     """For each step the first tokens of the rows of all data-parallel groups."""
     streams = [
-        training_windows(rows, options(batch_size, accumulate), Mesh(data_rank=rank, data_size=groups), VOCABULARY)
+        training_steps(rows, options(batch_size, accumulate), Mesh(data_rank=rank, data_size=groups), VOCABULARY)
         for rank in range(groups)
     ]
     found = []
     for _ in range(steps):
-        windows = [next(stream) for stream in streams]
-        assert all(len(window) == accumulate for window in windows)
-        assert all(batch["input_ids"].shape == (batch_size, 3) for window in windows for batch in window)
-        found.append(sorted(int(t) for window in windows for batch in window for t in batch["input_ids"][:, 0]))
+        steps = [next(stream) for stream in streams]
+        assert all(len(step) == accumulate for step in steps)
+        assert all(batch["input_ids"].shape == (batch_size, 3) for step in steps for batch in step)
+        found.append(sorted(int(t) for step in steps for batch in step for t in batch["input_ids"][:, 0]))
     return found
 
 
@@ -208,9 +208,9 @@ def test_a_step_has_the_same_rows_however_the_global_batch_is_made_up(rows):
 
 def test_ranks_of_a_group_get_the_same_rows(rows):
     meshes = [Mesh(sequence_rank=rank, sequence_size=3, data_rank=1, data_size=2) for rank in range(3)]
-    windows = [list(itertools.islice(training_windows(rows, options(2, 2), m, VOCABULARY), 5)) for m in meshes]
-    for other in windows[1:]:
-        for ours, theirs in zip(itertools.chain(*windows[0]), itertools.chain(*other), strict=True):
+    runs = [list(itertools.islice(training_steps(rows, options(2, 2), m, VOCABULARY), 5)) for m in meshes]
+    for other in runs[1:]:
+        for ours, theirs in zip(itertools.chain(*runs[0]), itertools.chain(*other), strict=True):
             assert torch.equal(ours["input_ids"], theirs["input_ids"])
 
 
@@ -222,7 +222,7 @@ def test_evaluation_covers_every_row_once_and_keeps_the_groups_in_step(rows, gro
         batches = list(evaluation_batches(rows, options(batch_size), mesh, VOCABULARY))
         counts.add(len(batches))
         for batch in batches:
-            assert len(batch["labels"]) == batch_size
-            seen += [int(row[0]) for row in batch["labels"] if (row != IGNORE_INDEX).any()]
+            assert len(batch["targets"]) == batch_size
+            seen += [int(row[0]) for row in batch["targets"] if (row != IGNORE_INDEX).any()]
     assert len(counts) == 1
     assert sorted(seen) == list(range(1, 12))

@@ -10,13 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from easy_context.mesh import Mesh
 from easy_context.training import metrics
+from easy_context.training.arguments import Arguments
+from easy_context.training.flops import count_parameters, flops_per_token, peak_flops
 from easy_context.training.metrics import (
     MetricsLog,
     StepMeter,
-    count_parameters,
-    count_tokens,
     describe,
-    flops_per_token,
 )
 
 RECORD = {
@@ -87,24 +86,37 @@ def test_parameters_are_counted_whole_under_zero3():
 )
 def test_peaks_of_gpus(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert metrics.peak_flops(torch.device("cuda")) == (None if teraflops is None else teraflops * 1e12)
-    assert metrics.peak_flops(torch.device("cpu")) is None
+    assert peak_flops(torch.device("cuda")) == (None if teraflops is None else teraflops * 1e12)
+    assert peak_flops(torch.device("cpu")) is None
+
+
+class FourAlike:
+    """What StepMeter uses of an Accelerator, on one of four processes with the same shards."""
+
+    device, num_processes = torch.device("cpu"), 4
+
+    def reduce(self, counts, reduction):
+        assert reduction == "sum"
+        return 4 * counts
 
 
 def test_speed_and_utilisation(monkeypatch):
     clock = iter([100.0, 102.0, 110.0, 150.0, 154.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 7.0))
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
-    meter = StepMeter(torch.device("cpu"), devices=4, token_flops=lambda row_length: 1e6 * row_length)
-    record = meter.record(1, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)  # 2 seconds
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: 1e6 * length)
+    meter = StepMeter(FourAlike(), Mesh(sequence_size=5), config=None, model=torch.nn.Linear(2, 2))
+    shard = {"shift_labels": torch.arange(200).reshape(1, 200)}
+    assert meter.count([shard]) == 800
+    record = meter.record(1, 2.5, 1e-5, 0.5)  # 2 seconds
     assert record.keys() == RECORD.keys()
     assert record["tokens_per_second"] == 400 and record["tokens_per_second_per_device"] == 100
     assert record["mfu"] == pytest.approx(100 * 1e9 / 1e12)
     assert record["peak_memory_bytes"] > 10 * 2**20
-    later = meter.record(2, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)
+    later = meter.record(2, 2.5, 1e-5, 0.5)
     assert later["tokens_per_second"] == 100, "a step is timed from the end of the one before"
     meter.restart()  # after an evaluation, which is no training time
-    assert meter.record(3, 2.5, 1e-5, 0.5, tokens=800, valid_tokens=700, row_length=1000.0)["tokens_per_second"] == 200
+    assert meter.record(3, 2.5, 1e-5, 0.5)["tokens_per_second"] == 200
 
 
 class FakeAccelerator:
@@ -125,8 +137,7 @@ class FakeAccelerator:
 
 
 def log_arguments(tmp_path, **changes):
-    defaults = {"output_dir": str(tmp_path), "log_every": 1, "report_to": "none", "wandb": None, "max_train_steps": 4}
-    return SimpleNamespace(**{**defaults, **changes})
+    return Arguments(**{"output_dir": str(tmp_path), "report_to": "none", "max_train_steps": 4} | changes)
 
 
 def test_each_step_is_a_line_and_some_are_reported(tmp_path):
@@ -194,17 +205,20 @@ def test_wandb_without_a_key_goes_offline_and_says_so(tmp_path, monkeypatch, cap
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
-def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length():
-    """Two ranks with shards of 3 and of 5 tokens: rows of 6 and of 10."""
-
-    class TwoAlike:
-        device = torch.device("cpu")
-
-        def reduce(self, counts, reduction):
-            assert reduction == "sum"
-            return 2 * counts
-
+def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length(monkeypatch):
+    """Shards of 3 and of 5 tokens on two ranks a row: rows of 6 and of 10."""
     targets = [torch.tensor([[1, 2, -100], [-100, -100, 3]]), torch.tensor([[4, -100, 5, 6, 7]])]
-    tokens, valid_tokens, length = count_tokens(TwoAlike(), Mesh(sequence_size=2), targets)
-    assert (tokens, int(valid_tokens)) == (22, 14)
-    assert length == pytest.approx((6 * 6 + 5 * 10) / 11, rel=1e-6)
+    lengths = []
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: lengths.append(length) or 1.0)
+    meter = StepMeter(FourAlike(), Mesh(sequence_size=2), config=None, model=torch.nn.Linear(2, 2))
+    assert meter.count([{"shift_labels": each} for each in targets]) == 28
+    record = meter.record(1, 2.5, 1e-5, 0.5)
+    assert (record["tokens"], record["valid_tokens"]) == (44, 28)
+    assert lengths == [pytest.approx((6 * 6 + 5 * 10) / 11, rel=1e-6)]
+
+
+def test_a_step_without_targets_is_divided_by_one(monkeypatch):
+    monkeypatch.setattr(metrics, "flops_per_token", lambda *_: 1.0)
+    meter = StepMeter(FourAlike(), Mesh(), config=None, model=torch.nn.Linear(2, 2))
+    assert meter.count([{"shift_labels": torch.full((1, 3), -100)}]) == 1
+    assert meter.record(1, 0.0, 1e-5, 0.0)["valid_tokens"] == 0

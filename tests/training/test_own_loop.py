@@ -29,14 +29,14 @@ README_LOOP, TRAINER, GATHERING = (
 )
 
 
-def make_windows() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def make_steps() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Two steps of micro-batches of different length and number of targets."""
     generator = torch.Generator().manual_seed(4)
-    windows = []
+    steps = []
     for lengths in ((37, 12), (20, 51, 8)):
         ids = [torch.randint(0, VOCABULARY, (2, length), generator=generator) for length in lengths]
-        windows.append([(x, x.masked_fill(torch.rand(x.shape, generator=generator) < 0.4, -100)) for x in ids])
-    return windows
+        steps.append([(x, x.masked_fill(torch.rand(x.shape, generator=generator) < 0.4, -100)) for x in ids])
+    return steps
 
 
 def plain_loop(folder: str):
@@ -53,9 +53,9 @@ def plain_loop(folder: str):
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
         return loss / targets, logits
 
-    for window in make_windows():
-        targets = sum((labels[:, 1:] != -100).sum() for _, labels in window)
-        for ids, labels in window:
+    for micro_batches in make_steps():
+        targets = sum((labels[:, 1:] != -100).sum() for _, labels in micro_batches)
+        for ids, labels in micro_batches:
             share(ids, labels, targets)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,8 +68,8 @@ def run_loop(rank: int, world_size: int, folder: str):
     def gradient_descent(parameters, lr):  # AdamW's steps would hide a wrong scale of the gradients
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
-    windows = make_windows()
-    namespace = {"name": folder, "device": "cpu", "windows": windows, "input_ids": windows[-1][-1][0]}
+    steps = make_steps()
+    namespace = {"name": folder, "device": "cpu", "steps": steps, "input_ids": steps[-1][-1][0]}
     adamw, torch.optim.AdamW = torch.optim.AdamW, gradient_descent
     try:
         exec(README_LOOP, namespace)

@@ -1,8 +1,8 @@
 """Saving: a plain Hugging Face checkpoint, whole or not there at all."""
 
+import dataclasses
 import json
 import os
-from argparse import Namespace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easy_context import apply_fused_loss
 from easy_context.model.tokenizer import load_tokenizer
+from easy_context.training.arguments import Arguments
 from easy_context.training.saving import is_finished, prepare_metrics, prepare_output_dir, save_model
 
 
@@ -50,7 +51,7 @@ def assert_reloads(folder, model) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_saved_model_reloads_with_every_key(tmp_path, tied):
     model = apply_fused_loss(tiny_llama(tie_word_embeddings=tied))
-    save_model(OneProcess(), model, None, str(tmp_path / "out"))
+    save_model(OneProcess(), model, str(tmp_path / "out"))
     assert is_finished(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json",
@@ -62,7 +63,7 @@ def test_a_saved_model_reloads_with_every_key(tmp_path, tied):
 
 def test_the_tokenizer_is_saved_with_the_model(tmp_path, capsys):
     name = save_tiny_llama(tmp_path / "start")
-    save_model(OneProcess(), tiny_llama(), load_tokenizer(name), str(tmp_path / "out"))
+    save_model(OneProcess(), tiny_llama(), str(tmp_path / "out"), tokenizer_of=name)
     text = "The pass-key is 7."
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text) == AutoTokenizer.from_pretrained(name)(text)
     assert capsys.readouterr().out == ""
@@ -81,7 +82,7 @@ def test_generation_settings_that_contradict_each_other_do_not_lose_the_model(tm
     contradiction = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 1, "eos_token_id": 2}
     settings.write_text(json.dumps(contradiction))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
-    save_model(OneProcess(), model, None, str(tmp_path / "out"))
+    save_model(OneProcess(), model, str(tmp_path / "out"))
     assert_reloads(tmp_path / "out", model)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
@@ -90,7 +91,7 @@ def test_shards_of_an_earlier_model_do_not_stay(tmp_path):
     tiny_llama().save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     model = tiny_llama(seed=1)
-    save_model(OneProcess(), model, None, str(tmp_path))
+    save_model(OneProcess(), model, str(tmp_path))
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
     assert_reloads(tmp_path, model)
 
@@ -99,13 +100,13 @@ def test_saving_over_an_earlier_model_twice(tmp_path):
     name = save_tiny_llama(tmp_path / "start")
     for seed in (1, 2):
         model = tiny_llama(seed=seed)
-        save_model(OneProcess(), model, load_tokenizer(name), str(tmp_path / "out"))
+        save_model(OneProcess(), model, str(tmp_path / "out"), tokenizer_of=name)
         assert_reloads(tmp_path / "out", model)
 
 
 def test_a_save_that_fails_leaves_the_earlier_model(tmp_path, monkeypatch):
     earlier = tiny_llama()
-    save_model(OneProcess(), earlier, None, str(tmp_path))
+    save_model(OneProcess(), earlier, str(tmp_path))
     model = tiny_llama(seed=1)
 
     def full_disk(folder, **options):
@@ -115,25 +116,25 @@ def test_a_save_that_fails_leaves_the_earlier_model(tmp_path, monkeypatch):
 
     monkeypatch.setattr(model, "save_pretrained", full_disk)
     with pytest.raises(OSError, match="No space"):
-        save_model(OneProcess(), model, None, str(tmp_path))
+        save_model(OneProcess(), model, str(tmp_path))
     assert_reloads(tmp_path, earlier)
     monkeypatch.undo()
-    save_model(OneProcess(), model, None, str(tmp_path))  # what the failure left is no obstacle
+    save_model(OneProcess(), model, str(tmp_path))  # what the failure left is no obstacle
     assert_reloads(tmp_path, model)
     assert not (tmp_path / ".saving-model").exists()
 
 
 def test_a_save_that_is_cut_off_while_renaming_is_not_taken_for_a_model(tmp_path, monkeypatch):
-    save_model(OneProcess(), tiny_llama(), None, str(tmp_path))
+    save_model(OneProcess(), tiny_llama(), str(tmp_path))
     monkeypatch.setattr("os.replace", lambda source, target: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        save_model(OneProcess(), tiny_llama(seed=1), None, str(tmp_path))
+        save_model(OneProcess(), tiny_llama(seed=1), str(tmp_path))
     assert not is_finished(tmp_path)
 
 
 def test_the_model_counts_as_saved_only_when_its_last_file_is_in_place(tmp_path, monkeypatch):
     name = save_tiny_llama(tmp_path / "start")
-    tokenizer, moved = load_tokenizer(name), []
+    moved = []
     replace = os.replace
 
     def replace_some(source, target):
@@ -144,13 +145,13 @@ def test_the_model_counts_as_saved_only_when_its_last_file_is_in_place(tmp_path,
 
     monkeypatch.setattr("os.replace", replace_some)
     allowed = None
-    save_model(OneProcess(), tiny_llama(), tokenizer, str(tmp_path / "out"))
+    save_model(OneProcess(), tiny_llama(), str(tmp_path / "out"), tokenizer_of=name)
     files = list(moved)
     assert files[-1] == "config.json" and "model.safetensors" in files
     for allowed in range(len(files)):
         moved.clear()
         with pytest.raises(KeyboardInterrupt):
-            save_model(OneProcess(), tiny_llama(seed=1), tokenizer, str(tmp_path / "out"))
+            save_model(OneProcess(), tiny_llama(seed=1), str(tmp_path / "out"), tokenizer_of=name)
         assert not is_finished(tmp_path / "out"), files[:allowed]
         (tmp_path / "out" / "config.json").write_text("{}")  # an earlier model, for the next try
 
@@ -160,7 +161,7 @@ def test_every_file_has_the_mode_of_the_umask(tmp_path, umask):
     name = save_tiny_llama(tmp_path / "start")
     before = os.umask(umask)
     try:
-        save_model(OneProcess(), tiny_llama(), load_tokenizer(name), str(tmp_path / "out"))
+        save_model(OneProcess(), tiny_llama(), str(tmp_path / "out"), tokenizer_of=name)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
@@ -174,24 +175,24 @@ def test_files_of_others_in_the_folder_stay(tmp_path):
     for path in mine:
         path.write_text("keep")
     for seed in (1, 2):
-        save_model(OneProcess(), tiny_llama(seed=seed), None, str(tmp_path))
+        save_model(OneProcess(), tiny_llama(seed=seed), str(tmp_path))
     assert all(path.read_text() == "keep" for path in mine)
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    save_model(OtherRank(), tiny_llama(), None, str(tmp_path / "out"))
+    save_model(OtherRank(), tiny_llama(), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_output_folder_gets_the_arguments_and_keeps_earlier_metrics(tmp_path, capsys):
     output_dir = tmp_path / "deep" / "out"
-    args = Namespace(output_dir=str(output_dir), seq_length=32, adam_betas=[0.9, 0.95], rope_theta=None)
+    args = Arguments(output_dir=str(output_dir), seq_length=32)
     for run in range(3):
-        prepare_output_dir(args)
+        prepare_output_dir(OneProcess(), args)
         prepare_metrics(output_dir, step=0)
         assert not (output_dir / "metrics.jsonl").exists()
         (output_dir / "metrics.jsonl").write_text(f"run {run}")
-    assert json.loads((output_dir / "args.json").read_text()) == vars(args)
+    assert json.loads((output_dir / "args.json").read_text()) == dataclasses.asdict(args)
     assert (output_dir / "metrics-1.jsonl").read_text() == "run 0"
     assert (output_dir / "metrics-2.jsonl").read_text() == "run 1"
     assert capsys.readouterr().out.count("of an earlier run") == 2

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from easy_context.training import zero_offload
-from easy_context.training.arguments import build_parser
+from easy_context.training.arguments import parse_arguments
 from easy_context.training.zero_offload import (
     GIB,
     Memory,
@@ -24,7 +24,7 @@ LLAMA_3_8B = LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_val
 
 
 def arguments(*flags: str):
-    args = build_parser().parse_args(flags)
+    args = parse_arguments(flags)
     args.liger = True
     return args
 

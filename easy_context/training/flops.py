@@ -1,0 +1,57 @@
+"""Model FLOPs of a token, and the peak of a device, for model FLOPs utilisation (MFU)."""
+
+import re
+from typing import Any
+
+import torch
+
+from ..huggingface import head_dim
+
+# Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A40": 150e12,
+    "A6000": 155e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
+    """Model FLOPs to train on one token, forward and backward, without recomputation.
+
+    Six for each weight that multiplies, and causal attention: on average a query meets half the row's keys (the
+    convention of arXiv 2204.02311, appendix B, with the causal half).
+
+    Args:
+        config: of the model.
+        parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
+        seq_length: tokens of a row, or the mean over all tokens of the length of their row.
+    """
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length
+    return 6 * (parameters - embedding) + attention
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Weights of the model, whole also under ZeRO-3, where each process holds a part."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s; None for one that is not in PEAK_FLOPS."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if "Laptop" in name:  # slower than the card of the same number
+        return None
+    return next((flops for known, flops in PEAK_FLOPS.items() if re.search(rf"{known}\b", name)), None)
