@@ -28,16 +28,18 @@ COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "train
 
 def documents_of(args: argparse.Namespace, name: str) -> Iterator:
     """Every document, in the tokens of model `name`."""
-    from easy_context.evaluation.rows import load_rows, tokenized_documents
+    from easy_context.data.datasets import HELD_OUT_FIRST, open_dataset
+    from easy_context.evaluation.rows import tokenized_documents
     from easy_context.evaluation.texts import dataset_documents, text_documents
     from easy_context.model.tokenizer import load_tokenizer
 
     if args.tokenized is not None:
-        return tokenized_documents(load_rows(args.tokenized, args.split, args.subset), args.tokenized)
+        rows = open_dataset(args.tokenized, "--tokenized", HELD_OUT_FIRST, args.split, args.subset)
+        return tokenized_documents(rows, args.tokenized)
     tokenizer = load_tokenizer(name)
     if args.text is not None:
         return text_documents(args.text, tokenizer)
-    rows = load_rows(args.dataset, args.split, args.subset, "--dataset")
+    rows = open_dataset(args.dataset, "--dataset", HELD_OUT_FIRST, args.split, args.subset)
     return dataset_documents(rows, args.dataset, args.feature or "text", tokenizer)
 
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from .common.constants import IGNORE_INDEX
 from .communication import communication_device, group_size
 from .memory.autocast import autocast_dtype
 from .model.liger import liger_unavailable
 from .patch import group_sharing_rows_of
 
-IGNORE_INDEX = -100
 _CHUNK_BYTES = 256 * 2**20  # of float32 logits at a time
 
 

@@ -1,11 +1,26 @@
-"""Can a file be written, and result files: with what JSON can hold, and whole, of which a killed run leaves no half."""
+"""Helpers for files: read compressed ones, check that a path is writable, write atomically, store NaN as null."""
 
+import bz2
+import gzip
 import itertools
+import lzma
 import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # by the suffix of the compression
+
+
+def open_unpacked(path: Path, mode: str = "rb", **options: Any) -> IO:
+    """Open a file for reading; what a suffix in `OPENERS` says is compressed is unpacked."""
+    return OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
+
+
+def format_suffix(path: Path) -> str:
+    """Return the suffix that names the format, in lower case: the one before a suffix of compression."""
+    return (path.with_suffix("") if path.suffix.lower() in OPENERS else path).suffix.lower()
 
 
 def null_for_nan(value: Any) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-IGNORE_INDEX = -100  # as loss.py has it, which imports PyTorch
+from ..common.constants import IGNORE_INDEX
+
 _KINDS = {
     "padding": r"attention_masks?",
     "positions": r"(input_?|inputs_?|target_?|targets_?|decoder_?)?(position|pos)(s|_?ids?)?",

@@ -1,6 +1,5 @@
 """Documents to take the perplexity of: plain text files, or rows that are token ids already."""
 
-import gzip
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
@@ -9,9 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..common.files import OPENERS, open_unpacked
 from ..loss import IGNORE_INDEX, next_token_targets
-
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Document:
 
 
 def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
-    """One document a file (`.gz` and `.xz` are unpacked), with the special tokens that the tokenizer adds.
+    """One document a file (`.gz`, `.xz` and `.bz2` are unpacked), with the special tokens that the tokenizer adds.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -42,7 +40,7 @@ def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
         if not file.is_file():
             raise FileNotFoundError(f"--text {file}: no such file")
         try:
-            with _OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8", errors="replace") as opened:
+            with open_unpacked(file, "rt", encoding="utf-8", errors="replace") as opened:
                 text = opened.read()
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as reason:
             raise ValueError(
@@ -51,7 +49,7 @@ def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
         if not text.strip():
             raise ValueError(f"--text {file}: the file holds no text")
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-        name = file.name.removesuffix(file.suffix) if file.suffix in _OPENERS else file.name
+        name = file.name.removesuffix(file.suffix) if file.suffix in OPENERS else file.name
         yield Document(name, ids, ids, f"--text {file}")
 
 
@@ -69,8 +67,8 @@ def dataset_documents(rows: Iterable[dict], name: str, feature: str, tokenizer) 
     """
     for number, row in enumerate(rows):
         where = f"--dataset {name}: row {number}"
-        if not isinstance(row, dict) or feature not in row:
-            columns = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
+        if feature not in row:
+            columns = ", ".join(sorted(row))
             raise ValueError(f"{where} has no column {feature} (its columns: {columns}); name one with --feature")
         if not isinstance(row[feature], str):
             raise ValueError(f"{where}: column {feature} holds {type(row[feature]).__name__} instead of text")

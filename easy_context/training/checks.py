@@ -198,7 +198,7 @@ def _check_dropout(config: Any) -> None:
 
 
 def _load_rows(flag: str, name: str, args: Arguments, config: Any) -> tuple[Any, list[str]]:
-    from .batches import check_rows, load_rows
+    from ..data.token_rows import check_rows, load_rows
 
     try:
         rows = load_rows(name, flag)

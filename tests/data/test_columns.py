@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from easy_context.data.columns import apply_columns, describe_columns, kind_of
+from easy_context.data.token_rows import check_rows, load_rows
 from easy_context.evaluation.rows import tokenized_documents
-from easy_context.training.batches import check_rows, collate, load_rows
+from easy_context.evaluation.texts import targets_of
+from easy_context.training.batches import collate
 
 IDS = [5, 6, 7, 8, 9, 3]
 LENGTH = len(IDS)
@@ -77,7 +79,7 @@ HARMFUL = [
 
 def evaluated(row: dict):
     (document,) = tokenized_documents([row], "rows")
-    return document.input_ids, document.labels
+    return document.input_ids, targets_of(document)
 
 
 def trained(row: dict):
@@ -85,15 +87,15 @@ def trained(row: dict):
     rows = datasets.Dataset.from_list([row]).with_format("torch")
     check_rows(rows, VOCABULARY, LENGTH)
     batch = collate([rows[0]], LENGTH, VOCABULARY)
-    return batch["input_ids"][0], batch["labels"][0]
+    return batch["input_ids"][0], batch["targets"][0]
 
 
 @pytest.mark.parametrize("read", [trained, evaluated])
 @pytest.mark.parametrize("columns", HARMLESS)
 def test_columns_that_say_nothing_are_no_obstacle(read, columns):
-    ids, labels = read({"input_ids": IDS, **columns})
+    ids, targets = read({"input_ids": IDS, **columns})
     assert ids.tolist() == IDS
-    assert labels.tolist() == columns.get("labels", IDS)
+    assert targets.tolist() == [*columns.get("labels", IDS)[1:], -100]
 
 
 @pytest.mark.parametrize("read", [trained, evaluated])
@@ -121,8 +123,9 @@ def test_padding_is_left_out_and_other_columns_are_read_without_it(read, left, r
         with pytest.raises(ValueError, match="no token to learn"):
             read(row)
         return
-    ids, labels = read(row)
-    assert ids.tolist() == labels.tolist() == IDS[kept]
+    ids, targets = read(row)
+    assert ids.tolist() == IDS[kept]
+    assert targets.tolist() == [*IDS[kept][1:], -100]
 
 
 def test_the_issue_of_padded_rows():
@@ -130,7 +133,7 @@ def test_the_issue_of_padded_rows():
     row = {"input_ids": torch.tensor([5] * 20 + [0] * 28), "attention_mask": torch.tensor([1] * 20 + [0] * 28)}
     batch = collate([row, {"input_ids": torch.tensor([3] * 30)}], 48, VOCABULARY)
     assert batch["input_ids"].shape == (2, 30)
-    assert (batch["labels"][:, 1:] != -100).sum(1).tolist() == [19, 29]
+    assert (batch["targets"] != -100).sum(1).tolist() == [19, 29]
 
 
 def test_rows_behind_the_first_are_checked_at_the_start_and_in_every_batch():
@@ -170,10 +173,3 @@ def test_rows_of_ids_alone_need_no_word():
 @pytest.mark.parametrize("column", ["input_ids", "labels", "source", "text", "length", "id", "meta", "offset_mapping"])
 def test_common_columns_without_a_meaning_have_no_kind(column):
     assert kind_of(column) is None
-
-
-def test_the_number_of_ignored_labels_is_the_losss():
-    from easy_context import loss
-    from easy_context.data import columns
-
-    assert columns.IGNORE_INDEX == loss.IGNORE_INDEX

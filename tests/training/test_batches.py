@@ -1,6 +1,5 @@
-"""Rows: every form of data set, what is dropped, cut and padded, and who gets which row of which step."""
+"""Batches: what is cut and padded, and who gets which row of which step."""
 
-import contextlib
 import itertools
 from argparse import Namespace
 
@@ -8,17 +7,10 @@ import datasets
 import pytest
 import torch
 
+from easy_context.data.token_rows import load_rows
 from easy_context.loss import IGNORE_INDEX
 from easy_context.mesh import Mesh
-from easy_context.training.batches import (
-    RowStream,
-    check_rows,
-    collate,
-    describe_lengths,
-    evaluation_batches,
-    load_rows,
-    training_steps,
-)
+from easy_context.training.batches import RowStream, collate, describe_lengths, evaluation_batches, training_steps
 
 ROWS = [[row, row, row + 1] for row in range(1, 12)]  # each names itself by its first token
 VOCABULARY = 32
@@ -39,79 +31,12 @@ def options(batch_size=1, accumulate=1, seed=7, seq_length=3):
     return Namespace(batch_size=batch_size, gradient_accumulate_every=accumulate, seed=seed, seq_length=seq_length)
 
 
-def save(table, form, folder):
-    """Save `table` in one of the forms that --dataset takes; returns its name."""
-    folder.mkdir(exist_ok=True)
-    if form == "save_to_disk":
-        table.save_to_disk(folder / "saved")
-        return folder / "saved"
-    if form == "save_to_disk of splits":
-        datasets.DatasetDict({"train": table, "validation": table.select([0])}).save_to_disk(folder / "saved")
-        return folder / "saved"
-    if form == "parquet":
-        table.to_parquet(folder / "rows.parquet")
-        return folder / "rows.parquet"
-    if form == "folder of parquet":
-        table.select(range(4)).to_parquet(folder / "a.parquet")
-        table.select(range(4, len(table))).to_parquet(folder / "b.parquet")
-        (folder / "README.md").write_text("notes")
-        return folder
-    table.to_json(folder / f"rows.{form}")
-    return folder / f"rows.{form}"
-
-
-FORMS = ["save_to_disk", "save_to_disk of splits", "parquet", "folder of parquet", "jsonl", "json"]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_rows_and_only_the_columns_of_training(table, tmp_path, form):
-    rows = load_rows(str(save(table, form, tmp_path / "data")))
-    assert rows.column_names == ["input_ids", "attention_mask"]
-    assert [row["input_ids"].tolist() for row in rows] == ROWS
-    assert rows[0]["input_ids"].dtype == torch.int64
-
-
 def test_labels_are_kept(tmp_path):
     labels = [[IGNORE_INDEX, 5, 6]]
     datasets.Dataset.from_dict({"input_ids": [[4, 5, 6]], "labels": labels}).to_parquet(tmp_path / "r.parquet")
     rows = load_rows(str(tmp_path / "r.parquet"))
     batch = collate([rows[0]], 8, VOCABULARY)
     assert batch["targets"].tolist() == [[5, 6, IGNORE_INDEX]]  # the next token's
-
-
-@pytest.mark.parametrize("name", ["broken.jsonl", "broken.parquet"])
-def test_malformed_files_are_named(tmp_path, name):
-    (tmp_path / name).write_text('{"input_ids": [1, 2\n')
-    with pytest.raises(ValueError, match=rf"--dataset .*{name} cannot be read as a dataset \(.+\): give a hub name"):
-        load_rows(str(tmp_path / name))
-
-
-def test_unsuitable_paths_say_what_was_expected(table, tmp_path):
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"notes.txt holds .txt: give .* parquet, json or jsonl files"):
-        load_rows(str(tmp_path / "notes.txt"))
-    (tmp_path / "void").mkdir()
-    with pytest.raises(ValueError, match="void holds nothing of the kind"):
-        load_rows(str(tmp_path / "void"))
-    with pytest.raises(ValueError, match="no such file or folder"):
-        load_rows(str(tmp_path / "none"))
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="--eval-dataset .*empty.jsonl has no rows"):
-        load_rows(str(tmp_path / "empty.jsonl"), "--eval-dataset")
-
-
-def test_a_folder_of_data_sets_names_them(table, tmp_path):
-    table.save_to_disk(tmp_path / "prepared" / "train")
-    table.save_to_disk(tmp_path / "prepared" / "validation")
-    (tmp_path / "prepared" / "report.json").write_text("{}")
-    with pytest.raises(ValueError, match="name one of .*prepared/train, .*prepared/validation"):
-        load_rows(str(tmp_path / "prepared"))
-
-
-def test_splits_without_train_are_named(table, tmp_path):
-    datasets.DatasetDict({"b": table, "a": table}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"splits \['a', 'b'\] and none called train"):
-        load_rows(str(tmp_path / "saved"))
 
 
 def test_unequal_rows_are_cut_and_padded():
@@ -140,25 +65,6 @@ def test_values_outside_the_vocabulary_are_refused():
         collate([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([-1, 2])}], 5, VOCABULARY)
     with pytest.raises(ValueError, match="2 input_ids and 1 labels"):
         collate([{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([2])}], 5, VOCABULARY)
-
-
-def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
-    bad = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40 + [[3, 99]]})
-    bad.to_parquet(tmp_path / "rows.parquet")
-    rows = load_rows(str(tmp_path / "rows.parquet"))
-    check_rows(rows, 100, 8)
-    with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
-        check_rows(rows, 99, 8)
-
-
-@pytest.mark.parametrize("target, learnable", [(0, False), (1, True), (3, True), (4, False)])
-def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path, target, learnable):
-    labels = [IGNORE_INDEX] * 6
-    labels[target] = 9
-    datasets.Dataset.from_dict({"input_ids": [[9] * 6], "labels": [labels]}).to_parquet(tmp_path / "rows.parquet")
-    rows = load_rows(str(tmp_path / "rows.parquet"))
-    with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
-        check_rows(rows, VOCABULARY, 4)
 
 
 def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):

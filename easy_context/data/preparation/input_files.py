@@ -3,9 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
+from ...common.files import OPENERS, format_suffix
 from .folders import MARK, is_own, is_own_file
 
-COMPRESSIONS = (".gz", ".xz", ".bz2")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
@@ -16,11 +16,6 @@ LINK, BROKEN_LINK, NO_SUFFIX = "links to folders", "broken links", "without a su
 MOST_KINDS = 12
 
 
-def file_suffix(path: Path) -> str:
-    """Return the suffix that names the format, below a suffix of compression if there is one."""
-    return path.with_suffix("").suffix.lower() if path.suffix.lower() in COMPRESSIONS else path.suffix.lower()
-
-
 def list_files(path: Path, flag: str = "--input") -> list[Path]:
     """Return the files of a source in reading order; a dataset saved with `save_to_disk` is returned as its folder.
 
@@ -28,11 +23,11 @@ def list_files(path: Path, flag: str = "--input") -> list[Path]:
         FileNotFoundError: nothing at `path`.
         ValueError: an unsupported file type, a folder without a supported file, or a saved dataset of several splits.
     """
-    supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(COMPRESSIONS)} (parquet as it is)"
+    supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
     if not path.exists():
         raise FileNotFoundError(f"{flag}: {path} does not exist; give a file, a folder or hub:DATASET")
     if path.is_file():
-        if file_suffix(path) not in SUFFIXES:
+        if format_suffix(path) not in SUFFIXES:
             raise ValueError(f"{flag}: {path} has an unsupported file type; {supported}")
         return [path]
     if (path / "state.json").exists():
@@ -86,7 +81,7 @@ def _sorted_out(folder: Path) -> tuple[list[Path], Counter[str]]:
             kind = SAVED
         elif path.name.upper() in ABOUT_THE_FOLDER:
             kind = path.name
-        elif path.is_file() and file_suffix(path) in SUFFIXES:
+        elif path.is_file() and format_suffix(path) in SUFFIXES:
             files.append(path)
             continue
         else:
@@ -100,5 +95,5 @@ def _other_kind(path: Path) -> str:
         return LINK
     if not path.exists():
         return BROKEN_LINK
-    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
-    return file_suffix(path) + compression or (path.name if path.name.startswith(".") else NO_SUFFIX)
+    compression = path.suffix.lower() if path.suffix.lower() in OPENERS else ""
+    return format_suffix(path) + compression or (path.name if path.name.startswith(".") else NO_SUFFIX)

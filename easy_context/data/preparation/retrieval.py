@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ...common.constants import IGNORE_INDEX
 from ...common.sentences import ends_sentence
 from .facts import FACT_TEMPLATES, FRAMES, Fact, FactTemplate, draw_facts
 from .spans import Span, SpanEncoder
-from .writing import IGNORED_LABEL, Row
+from .writing import Row
 
 MOST_INSERTED = 0.9  # share of a row
 QUESTIONS_AT_END = 0.5
@@ -199,7 +200,7 @@ class RetrievalWriter:
         blocks = -(-len(labels) // block)
         kept = np.zeros(blocks, bool)
         kept[rng.permutation(blocks)[: round(blocks * self.settings.text_labels)]] = True
-        return np.where(np.repeat(kept, block)[: len(labels)], labels, np.int32(IGNORED_LABEL))
+        return np.where(np.repeat(kept, block)[: len(labels)], labels, np.int32(IGNORE_INDEX))
 
 
 def _ordered(rng: np.random.Generator, inserts: list[_Insert]) -> list[_Insert]:
@@ -212,6 +213,6 @@ def _interleave(text: np.ndarray, labels: np.ndarray, inserts: list[_Insert]) ->
     ids, targets, done = [], [], 0
     for insert in inserts:
         ids += [text[done : insert.place], insert.ids]
-        targets += [labels[done : insert.place], np.where(insert.learn, insert.ids, np.int32(IGNORED_LABEL))]
+        targets += [labels[done : insert.place], np.where(insert.learn, insert.ids, np.int32(IGNORE_INDEX))]
         done = insert.place
     return Row(np.concatenate([*ids, text[done:]]), np.concatenate([*targets, labels[done:]]), len(text))

@@ -1,18 +1,15 @@
 """Read records, one at a time, from text, JSONL and parquet files, saved datasets and the hub."""
 
-import bz2
-import gzip
 import json
-import lzma
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from .input_files import JSON_SUFFIXES, TEXT_SUFFIXES, file_suffix, list_files
+from ...common.files import format_suffix, open_unpacked
+from .input_files import JSON_SUFFIXES, TEXT_SUFFIXES, list_files
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 HUB_PREFIX = "hub:"
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 24  # most rows, and bytes of them, that are read of a table at once
 
@@ -108,22 +105,18 @@ def _read_path(
 ) -> Iterator[Record]:
     if path.is_dir():
         return _read_saved_dataset(path, fields)
-    if file_suffix(path) in TEXT_SUFFIXES:
+    if format_suffix(path) in TEXT_SUFFIXES:
         return _read_text(path, document_start, text_field)
-    if file_suffix(path) in JSON_SUFFIXES:
+    if format_suffix(path) in JSON_SUFFIXES:
         return _read_json_lines(path)
     return _read_parquet(path, fields)
-
-
-def _open(path: Path) -> BinaryIO:
-    return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
 def _read_text(path: Path, document_start: str | None, text_field: str) -> Iterator[Record]:
     pattern = re.compile(document_start) if document_start else None
     lines: list[bytes] = []
     first_line = 1
-    with _open(path) as file:
+    with open_unpacked(path) as file:
         for number, line in enumerate(file, start=1):
             if pattern and lines and pattern.search(line.decode(errors="replace")):
                 yield _text_record(f"{path}:{first_line}", lines, text_field)
@@ -141,7 +134,7 @@ def _text_record(location: str, lines: list[bytes], text_field: str) -> Record:
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
-    with _open(path) as file:
+    with open_unpacked(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _json_record(f"{path}:{number}", line)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ...common.constants import IGNORE_INDEX
 from .packing import Segment
 from .token_store import TokenStore
 
-IGNORED_LABEL = -100
 BATCH_TOKENS = 1 << 21
 
 
@@ -34,7 +34,7 @@ def assemble_row(segments: list[Segment], stores: list[TokenStore]) -> Row:
     parts = [stores[part.source].read(part.document, part.start, part.end) for part in segments]
     ids = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
     learn = np.concatenate([learn for _, learn in parts])
-    return Row(ids, np.where(learn, ids, np.int32(IGNORED_LABEL)))
+    return Row(ids, np.where(learn, ids, np.int32(IGNORE_INDEX)))
 
 
 def write_rows(
@@ -74,7 +74,7 @@ def write_rows(
             row = transform(index, assemble_row(segments, stores))
             count["rows"] += 1
             count["tokens"] += len(row.ids)
-            count["learned_tokens"] += int((row.labels != IGNORED_LABEL).sum())
+            count["learned_tokens"] += int((row.labels != IGNORE_INDEX).sum())
             writer.write({"input_ids": row.ids, "labels": row.labels} if with_labels else {"input_ids": row.ids})
         writer.finalize()
     shutil.rmtree(folder, ignore_errors=True)

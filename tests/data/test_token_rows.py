@@ -1,0 +1,63 @@
+"""Rows of token ids: which columns of a dataset are read, and what is refused before training."""
+
+import contextlib
+
+import datasets
+import pytest
+import torch
+
+from easy_context.common.constants import IGNORE_INDEX
+from easy_context.data.token_rows import check_rows, load_rows
+
+VOCABULARY = 32
+
+
+def test_only_the_columns_of_training_are_read(tmp_path):
+    table = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "source": ["x"]})
+    table.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    assert rows.column_names == ["input_ids", "attention_mask"]
+    assert rows[0]["input_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"text": ["a"]}, r"--dataset .* has columns \['text'\] and no input_ids.* prepare_data.py makes such rows"),
+        ({"input_ids": ["a"]}, "input_ids must be lists of integers"),
+        ({"input_ids": [[0.5]]}, "input_ids must be lists of integers"),
+        ({"input_ids": [[1]], "labels": [["a"]]}, "labels must be lists of integers"),
+    ],
+)
+def test_what_holds_no_token_ids_is_refused(tmp_path, columns, message):
+    datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(tmp_path / "rows.parquet"))
+
+
+def test_the_output_of_prepare_data_gives_each_flag_its_split(tmp_path):
+    for split, token in (("train", 1), ("validation", 2)):
+        datasets.Dataset.from_dict({"input_ids": [[token, token]]}).save_to_disk(tmp_path / "rows" / split)
+    (tmp_path / "rows" / "report.json").write_text("{}")
+    name = str(tmp_path / "rows")
+    assert load_rows(name, "--dataset")[0]["input_ids"].tolist() == [1, 1]
+    assert load_rows(name, "--eval-dataset")[0]["input_ids"].tolist() == [2, 2]
+
+
+def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
+    bad = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40 + [[3, 99]]})
+    bad.to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    check_rows(rows, 100, 8)
+    with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
+        check_rows(rows, 99, 8)
+
+
+@pytest.mark.parametrize("target, learnable", [(0, False), (1, True), (3, True), (4, False)])
+def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path, target, learnable):
+    labels = [IGNORE_INDEX] * 6
+    labels[target] = 9
+    datasets.Dataset.from_dict({"input_ids": [[9] * 6], "labels": [labels]}).to_parquet(tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"))
+    with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
+        check_rows(rows, VOCABULARY, 4)
