@@ -33,11 +33,11 @@ def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.
     for layer in model.model.layers:
         mlp = layer.mlp
         mlp.forward = types.MethodType(_tiled_forward(mlp.forward, tile_size), mlp)
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        # ZeRO-3 gathers a module's weights around its forward and backward. A tile needs all the MLP's weights at once.
-        from deepspeed.utils import set_z3_leaf_modules
+    # ZeRO-3 gathers the weights of a leaf module together, and a tile needs all of the MLP's. The mark has no effect
+    # without ZeRO-3, which may shard the weights before this call or after it.
+    from deepspeed.utils import set_z3_leaf_modules
 
-        set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+    set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
     return model
 
 

@@ -1,5 +1,7 @@
 """The tiled MLP gives the values and gradients of the plain one, at no extra computation under checkpointing."""
 
+import os
+
 import pytest
 import torch
 from plain_attention import relative_error
@@ -7,8 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import easy_context
 from easy_context.memory.tiled_mlp import apply_tiled_mlp
+from easy_context.training.accelerator import compile_nothing_on_cpu
 
 TOKENS, TILE = 50, 16  # the last tile is short
+IDS = torch.randint(0, 31, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def _model(layers: int = 2) -> LlamaForCausalLM:
@@ -20,9 +24,7 @@ def _model(layers: int = 2) -> LlamaForCausalLM:
 
 
 def _loss_and_grads(model: LlamaForCausalLM) -> tuple[float, dict[str, torch.Tensor]]:
-    torch.manual_seed(1)
-    ids = torch.randint(0, 31, (2, TOKENS))
-    loss = model(ids, labels=ids, use_cache=False).loss
+    loss = model(IDS, labels=IDS, use_cache=False).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -79,10 +81,8 @@ def test_under_autocast_every_product_of_the_mlp_is_in_bfloat16(patched, checkpo
                 layer.mlp.up_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
         if checkpointing:
             model.gradient_checkpointing_enable()
-        torch.manual_seed(1)
-        ids = torch.randint(0, 31, (2, TOKENS))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(ids, labels=ids, use_cache=False).loss
+            loss = model(IDS, labels=IDS, use_cache=False).loss
         loss.backward()
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
     (plain_loss, plain), (tiled_loss, tiled) = results
@@ -123,3 +123,42 @@ def test_weights_gradients_are_summed_over_tiles_in_float32():
 def test_a_tile_size_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="tile_size"):
         apply_tiled_mlp(_model(), 0)
+
+
+def _losses_under_zero3(rank: int, world_size: int) -> list[float]:
+    """Losses of three steps of a model that DeepSpeed shards only when it wraps it, after the MLP was tiled."""
+    os.environ |= {"LOCAL_RANK": str(rank), "DS_ACCELERATOR": "cpu"}
+    import deepspeed
+
+    compile_nothing_on_cpu()
+    model = apply_tiled_mlp(_model(), TILE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # else parameters as small as these stay whole
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    try:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        losses = []
+        for _ in range(3):
+            loss = engine(IDS, labels=IDS, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    finally:
+        del os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]
+    return losses
+
+
+def test_zero3_may_shard_the_model_after_the_mlp_is_tiled(pool):
+    """A tile's backward needs all weights of the MLP together, whether they are sharded at loading or later."""
+    model, expected = _model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert expected[2] < expected[0] - 0.1  # a step that goes wrong shows
+    for losses in pool.run(_losses_under_zero3, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
