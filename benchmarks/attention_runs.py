@@ -1,14 +1,17 @@
-"""Checking and timing one method of attention.py."""
+"""Check and time the methods of attention.py."""
 
 import argparse
+import functools
 import statistics
 import time
 
 import torch
-from peers import AttentionMethod
-from report import World
 
 from easy_context.kernels import AttentionMask, select_kernel
+
+from .attention_cases import Case
+from .peers import AttentionMethod
+from .world import Budget, World
 
 LARGEST_ERROR = 0.03  # relative norm against float64; bf16 kernels are near 0.005
 Tensors = tuple[torch.Tensor, ...]
@@ -74,6 +77,32 @@ def expected_results(args: argparse.Namespace, whole: Tensors) -> Tensors:
     return out, *kernel.backward(dout, q, k, v, out, lse, *rule)
 
 
+def build_and_check(cases: list[Case], args: argparse.Namespace, world: World) -> dict[tuple[str, str], dict]:
+    """Return each case's method with its errors against float64, or its problem, by (method, kernel)."""
+    whole = expected = None
+    if args.check_length:
+        whole = make_inputs(args, world, args.check_length)
+        expected = expected_results(args, whole)
+    built = {}
+    for case in cases:
+        problems = []
+        for build in (case.build, case.fallback):
+            if build is None:
+                continue
+            method, problem = world.attempt(build)
+            errors = None
+            if problem is None and args.check_length and case.checked:
+                errors, problem = world.attempt(functools.partial(check, method, whole, expected, world))
+            if problem is None:
+                break
+            problems.append(problem)
+        entry = {"method": method, "errors": errors, "problem": problem, "first_problem": (problems or [None])[0]}
+        built[case.method, case.kernel] = entry
+        state = problem or (f"max relative error {max(errors.values()):.1e}" if errors else "not checked")
+        world.say(f"{case.method}, {case.kernel}: {state}")
+    return built
+
+
 class Stopwatch:
     """Marks between pieces of work: CUDA events on a GPU, so that launches may run ahead; else the host's clock."""
 
@@ -136,13 +165,34 @@ def measure(
     }
 
 
-def add_rates(row: dict, args: argparse.Namespace, devices: int) -> None:
-    """TFLOP/s on each device. Causal attention has 2 matrix products over half the score matrix; backward has 5."""
-    row["devices"] = devices
-    product = 2 * args.batch_size * args.heads * args.head_dim * row["seq_length"] ** 2 / 2 / devices
-    row["forward_tflops"] = 2 * product / row["forward_ms"] / 1e9
-    row["backward_tflops"] = 5 * product / row["backward_ms"] / 1e9
-    row["tflops_per_gpu"] = 7 * product / row["total_ms"] / 1e9
+def time_case(
+    case: Case, entry: dict, whole: Tensors, budget: Budget, seconds: float, args: argparse.Namespace, world: World
+) -> dict:
+    """Return the rest of a case's row: its error, times and rates, or a note that says why it has none."""
+    if entry["problem"] is not None:
+        return {"note": entry["problem"]}
+    row = {"error": max(entry["errors"].values()) if entry["errors"] else None, "note": entry["method"].note}
+    if (note := budget.overrun()) is not None:
+        return row | {"note": note}
+    times, problem = world.attempt(functools.partial(measure, entry["method"], whole, args, world, seconds))
+    if problem is not None:
+        return row | {"note": problem}
+    return row | times | rates(times, whole[0], case.devices)
+
+
+def rates(times: dict[str, float], q: torch.Tensor, devices: int) -> dict[str, float]:
+    """Return TFLOP/s on each device from the times of a row with these queries, `[batch, seq, heads, head_dim]`.
+
+    Forward has two matrix products over half of the causal score matrix, backward has five.
+    """
+    batch, length, heads, head_dim = q.shape
+    product = 2 * batch * heads * head_dim * length**2 / 2 / devices
+    return {
+        "devices": devices,
+        "forward_tflops": 2 * product / times["forward_ms"] / 1e9,
+        "backward_tflops": 5 * product / times["backward_ms"] / 1e9,
+        "tflops_per_gpu": 7 * product / times["total_ms"] / 1e9,
+    }
 
 
 def add_ratios(rows: list[dict]) -> None:

@@ -12,11 +12,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from peers import AttentionMethod
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from easy_context import communication
 from easy_context.attention import AttentionPlan, sequence_parallel_attention
+
+from .peers import AttentionMethod
 
 
 def alone(plan: AttentionPlan, rank: int, size: int) -> AttentionMethod:

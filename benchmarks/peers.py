@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from flash_attn_shim import ensure_flash_attn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from easy_context.attention import AttentionPlan, sequence_parallel_attention
 from easy_context.engines import get_engine
 from easy_context.kernels import AttentionMask
 from easy_context.modes import ParallelMode, get_mode
+
+from .flash_attn_shim import ensure_flash_attn
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SDP_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peers import deepspeed_alst, tile_mlp_as_alst
-from report import World
 
 from easy_context import (
     apply_fused_loss,
@@ -22,6 +20,9 @@ from easy_context import (
 from easy_context.huggingface import modeling_module
 from easy_context.memory.tiled_mlp import apply_tiled_mlp
 from easy_context.model.liger import apply_liger
+
+from .peers import deepspeed_alst, tile_mlp_as_alst
+from .world import World
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The library engine on real processes agrees with ours and with float64 attention; what it lacks is refused."""
 
 import contextlib
-import importlib
 import sys
 from types import SimpleNamespace
 
@@ -9,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from family_models import family_model, patched, random_rows, sharded_step
-from launching import REPOSITORY
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 from test_gpu_modes import LAYOUTS, run_on_gpus
 from test_modes import CAUSAL, Case, errors_of_mode, kernel_limit, random_cases
 
+from benchmarks.flash_attn_shim import ensure_flash_attn
 from easy_context.engines import ENGINES, check_engine, get_engine
 from easy_context.modes import MODES, get_mode
 from easy_context.training import arguments
@@ -24,17 +23,11 @@ NAMES = ("out", "dq", "dk", "dv")
 LIBRARIES = ("flash_attn", "ring_flash_attn", "yunchang")
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_are_importable(monkeypatch):
-    """Also on the workers, which take over this process's path."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-
-
 @contextlib.contextmanager
 def flash_attn_stand_in():
     """PyTorch's kernels under flash-attn's names where flash-attn is missing; workers serve other tests afterwards."""
     before = set(sys.modules)
-    importlib.import_module("flash_attn_shim").ensure_flash_attn()
+    ensure_flash_attn()
     try:
         yield
     finally:
@@ -206,8 +199,6 @@ def test_an_unknown_engine_is_refused_by_the_parser(capsys):
 
 def _gpu_errors(rank, size, device, mode_name):
     """Relative norms gathered over the row: the library from float64, from ours, and the kernel alone from float64."""
-    from flash_attn_shim import ensure_flash_attn
-
     ensure_flash_attn()
     kernel_for = get_engine("library", mode_name)[1]
     unshard, rows = get_mode(mode_name).unshard, []

@@ -1,81 +1,46 @@
 """Both benchmarks run on tiny sizes without a GPU, write the JSON they promise, and count right."""
 
-import importlib
 import json
-import os
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import REPOSITORY
+from launching import run_python
 
-BENCHMARKS = REPOSITORY / "benchmarks"
-TINY_MODEL = [
-    "--hidden-size",
-    "32",
-    "--intermediate-size",
-    "64",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--vocab-size",
-    "128",
-    "--full-depth",
-    "4",
-]
+from benchmarks import attention, attention_runs, flash_attn_shim, loopback, tables, train_step, train_step_runs
+from benchmarks import zigzag_all_gather as candidate
+
+SMALL_MODEL = "--hidden-size 32 --intermediate-size 64 --heads 4 --kv-heads 2 --vocab-size 128 --full-depth 4"
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of benchmarks/ as its scripts see it."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-def run(script: str, *arguments: str, processes: int = 1) -> str:
-    """Runs a benchmark as a user would, on the CPU; returns what it printed."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(BENCHMARKS / script), *arguments]
-    result = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+def run(benchmark: str, arguments: str, output: Path, processes: int = 1) -> tuple[dict, str]:
+    """Run a benchmark as a user would, on the CPU, and return its JSON and what it printed."""
+    launcher = f"-m torch.distributed.run --standalone --nproc_per_node {processes}" if processes > 1 else ""
+    words = f"{launcher} -m benchmarks.{benchmark} {arguments} --output {output}"
+    result = run_python(*words.split())
     assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    return json.loads(output.read_text()), result.stdout
 
 
-def parse(module, monkeypatch, *arguments: str):
-    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
-    return module.parse_arguments()
+def parse(benchmark, monkeypatch, arguments: str = ""):
+    """Return the flags that a benchmark reads from a command line."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments.split()])
+    return benchmark.parse_arguments()
 
 
 def test_attention_on_two_processes(tmp_path):
-    output = tmp_path / "attention.json"
-    sizes = [
-        "--seq-length",
-        "128",
-        "64",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "16",
-        "--check-length",
-        "64",
-        "--repeats",
-        "2",
-    ]
-    modes = ["--modes", "zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "zigzag_all_gather"]
-    printed = run("attention.py", *sizes, *modes, "--output", str(output), processes=2)
-    results = json.loads(output.read_text())
+    modes = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "zigzag_all_gather")
+    sizes = "--seq-length 128 64 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 2"
+    arguments = f"{sizes} --modes {' '.join(modes)}"
+    results, printed = run("attention", arguments, tmp_path / "attention.json", processes=2)
     assert results["environment"]["processes"] == 2
     assert results["environment"]["packages"]["torch"] == torch.__version__
     rows = {(row["method"], row["kernel"], row["seq_length"]): row for row in results["rows"]}
     for seq_length in (64, 128):
         single = rows["one GPU", "cpu", seq_length]
-        for mode in modes[1:]:
+        for mode in modes:
             row = rows[mode, "cpu", seq_length]
             assert row["error"] < 0.02  # bf16 against float64
             assert row["of_limit"] == pytest.approx(single["total_ms"] / 2 / row["total_ms"])
@@ -90,10 +55,10 @@ def test_attention_on_two_processes(tmp_path):
 
 
 def test_train_step_on_one_process(tmp_path):
-    output = tmp_path / "step.json"
-    arguments = [*TINY_MODEL, *["--seq-length", "64", "--layers", "1", "2", "--steps", "1", "--output"], str(output)]
-    printed = run("train_step.py", *arguments)
-    rows = json.loads(output.read_text())["rows"]
+    results, printed = run(
+        "train_step", f"{SMALL_MODEL} --seq-length 64 --layers 1 2 --steps 1", tmp_path / "step.json"
+    )
+    rows = results["rows"]
     assert {row["method"] for row in rows} == {
         "ours: data_parallel, full, keep gpu",
         "original + fused loss",
@@ -110,32 +75,9 @@ def test_train_step_on_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_train_step_under_zero3(tmp_path):
-    output = tmp_path / "step.json"
-    methods = [
-        "--methods",
-        "ours",
-        "alst_cudnn",
-        "alst_cudnn_tiled",
-        "original",
-        "--modes",
-        "zigzag_ring_attn",
-        "dist_flash_attn",
-    ]
-    sizes = [
-        "--seq-length",
-        "64",
-        "128",
-        "--layers",
-        "2",
-        "--tokens-per-step",
-        "256",
-        "--steps",
-        "1",
-        "--mlp-tile-size",
-        "16",
-    ]
-    run("train_step.py", *TINY_MODEL, *methods, *sizes, "--output", str(output), processes=2)
-    rows = json.loads(output.read_text())["rows"]
+    methods = "--methods ours alst_cudnn alst_cudnn_tiled original --modes zigzag_ring_attn dist_flash_attn"
+    sizes = "--seq-length 64 128 --layers 2 --tokens-per-step 256 --steps 1 --mlp-tile-size 16"
+    rows = run("train_step", f"{SMALL_MODEL} {methods} {sizes}", tmp_path / "step.json", processes=2)[0]["rows"]
     assert len(rows) == 10 and not any("note" in row for row in rows)
     for seq_length in (64, 128):  # the second length starts from weights that a few steps moved alike
         runs = [row["losses"] for row in rows if row["seq_length"] == seq_length]
@@ -144,37 +86,19 @@ def test_train_step_under_zero3(tmp_path):
     assert {row["micro_batches"] for row in rows} == {2, 4}
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("attention", ["--heads", "6", "--kv-heads", "4"], "--kv-heads 4"),
-        ("attention", ["--seq-length", "100"], "multiple of 16"),
-        ("attention", ["--repeats", "0"], "--repeats"),
-        ("train_step", ["--steps", "0"], "--steps"),
-        ("train_step", ["--layers", "4", "4"], "--layers"),
-        ("train_step", ["--hidden-size", "30"], "--hidden-size"),
-        ("train_step", ["--methods", "nothing"], "--methods"),
-    ],
-)
-def test_wrong_arguments(load, monkeypatch, capsys, script, arguments, message):
-    with pytest.raises(SystemExit):
-        parse(load(script), monkeypatch, *arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_names_are_those_of_the_package(load):
+def test_names_are_those_of_the_package():
     """The scripts list names without importing torch."""
     from easy_context.kernels import KERNELS
     from easy_context.modes import MODES
 
-    assert set(load("attention").KERNELS) <= set(KERNELS)
-    assert set(load("attention").OUR_MODES) | set(load("train_step").MODES) <= set(MODES)
+    assert set(attention.KERNELS) <= set(KERNELS)
+    assert set(attention.OUR_MODES) | set(train_step.MODES) <= set(MODES)
+    assert (candidate.ZigzagAllGather.name,) == attention.CANDIDATES
 
 
-def test_attention_flops(load):
-    row = {"seq_length": 65536, "forward_ms": 100.0, "backward_ms": 250.0, "total_ms": 350.0}
-    args = SimpleNamespace(batch_size=1, heads=32, head_dim=128)
-    load("attention_runs").add_rates(row, args, devices=1)
+def test_attention_flops():
+    times = {"forward_ms": 100.0, "backward_ms": 250.0, "total_ms": 350.0}
+    row = attention_runs.rates(times, torch.empty(1, 65536, 32, 128, device="meta"), devices=1)
     # 2 products of 2·n²/2·heads·head_dim FLOPs forward; two and a half times that backward
     forward = 2 * 65536**2 * 32 * 128 / 0.1 / 1e12
     assert row["forward_tflops"] == pytest.approx(forward)
@@ -182,87 +106,81 @@ def test_attention_flops(load):
     assert row["tflops_per_gpu"] == pytest.approx(forward)
 
 
-def test_model_flops_utilisation_of_llama_3_8b(load, monkeypatch):
+def test_model_flops_utilisation_of_llama_3_8b(monkeypatch):
     from easy_context.training.flops import flops_per_token
 
-    step = load("train_step")
-    args = parse(step, monkeypatch)
-    config, parameters = step.model_config(args, 32), step.parameter_count(args, 32)
+    args = parse(train_step, monkeypatch)
+    config, parameters = train_step_runs.model_config(args, 32), train_step_runs.parameter_count(args, 32)
     assert parameters == 8_030_261_248
     # 3486 tokens/s on one GPU of 989 TFLOP/s at 128K tokens are 52.2 %
     assert 3486 * flops_per_token(config, parameters, 131072) / 989e12 == pytest.approx(0.522, abs=5e-4)
 
 
-def test_parameter_count_is_the_models(load, monkeypatch):
+def test_parameter_count_is_the_models(monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    step = load("train_step")
-    args = parse(step, monkeypatch, *TINY_MODEL)
-    model = AutoModelForCausalLM.from_config(step.model_config(args, 3))
-    assert step.parameter_count(args, 3) == sum(p.numel() for p in model.parameters())
+    args = parse(train_step, monkeypatch, SMALL_MODEL)
+    model = AutoModelForCausalLM.from_config(train_step_runs.model_config(args, 3))
+    assert train_step_runs.parameter_count(args, 3) == sum(p.numel() for p in model.parameters())
 
 
-def test_extrapolation(load, monkeypatch):
-    step = load("train_step")
-    args = parse(step, monkeypatch)
+def test_extrapolation(monkeypatch):
+    args = parse(train_step, monkeypatch)
     world = SimpleNamespace(size=2, device=torch.device("cpu"))
     common = {"seq_length": 131072, "method": "m", "peer": False, "kernel": "k", "tokens_per_step": 262144}
     rows = [common | {"layers": layers, "step_seconds": 3 + 2 * layers} for layers in (4, 8)]
-    (row,) = step.extrapolate(rows, args, world)
+    (row,) = train_step_runs.extrapolate(rows, args, world)
     assert (row["seconds_per_layer"], row["fixed_seconds"], row["step_seconds"]) == pytest.approx((2, 3, 67))
     assert row["tokens_per_second_per_gpu"] == pytest.approx(262144 / 67 / 2)
-    assert step.extrapolate(rows[:1], args, world) == []
+    assert train_step_runs.extrapolate(rows[:1], args, world) == []
     rows[0]["step_seconds"] = rows[1]["step_seconds"]
-    (row,) = step.extrapolate(rows, args, world)
+    (row,) = train_step_runs.extrapolate(rows, args, world)
     assert "noise" in row["note"] and "step_seconds" not in row
 
 
-def test_rows_that_no_method_would_split_as_the_others_are_refused(load, monkeypatch, capsys):
+def test_rows_that_no_method_would_split_as_the_others_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    step = load("train_step")
     with pytest.raises(SystemExit):
-        parse(step, monkeypatch, "--modes", "zigzag_ring_attn", "data_parallel")
+        parse(train_step, monkeypatch, "--modes zigzag_ring_attn data_parallel")
     assert "--modes data_parallel: here all processes share a row" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "5")
     with pytest.raises(SystemExit):
-        parse(step, monkeypatch, "--seq-length", "32768")
+        parse(train_step, monkeypatch, "--seq-length 32768")
     assert (
         "--seq-length 32768: a row must be a multiple of 80 tokens to be split over 5 ranks" in capsys.readouterr().err
     )
 
 
-def test_stand_in_for_flash_attn(load):
+def test_stand_in_for_flash_attn():
     """Its calls compute what the kernels compute, in flash-attn's shapes and into the buffers given."""
     from easy_context.kernels import AttentionMask, select_kernel
 
-    shim = load("flash_attn_shim")
     q, k, v, dout = (torch.randn(1, 24, heads, 16) for heads in (4, 2, 2, 4))
     kernel = select_kernel("reference", q.device, q.dtype, 16)
     out, lse = kernel.forward(q, k, v, 0.25, AttentionMask())
     expected = kernel.backward(dout, q, k, v, out, lse, 0.25, AttentionMask())
-    ours = shim._flash_attn_forward(q, k, v, 0.0, 0.25, True)
+    ours = flash_attn_shim._flash_attn_forward(q, k, v, 0.0, 0.25, True)
     torch.testing.assert_close(ours[0], out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[1], lse, rtol=1e-5, atol=1e-5)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    shim._flash_attn_backward(dout, q, k, v, ours[0], ours[1], *grads, 0.0, 0.25, True)
+    flash_attn_shim._flash_attn_backward(dout, q, k, v, ours[0], ours[1], *grads, 0.0, 0.25, True)
     torch.testing.assert_close(grads, list(expected), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError):
-        shim._flash_attn_forward(q, k, v, 0.1, 0.25, True)
+        flash_attn_shim._flash_attn_forward(q, k, v, 0.1, 0.25, True)
 
 
-def test_table(load):
+def test_table():
     rows = [{"name": "a|b", "value": 1.25}, {"name": "long " * 40}]
-    table = load("report").markdown_table(rows, [("name", "name", ""), ("×", "value", ".1f")]).splitlines()
+    table = tables.markdown_table(rows, [("name", "name", ""), ("×", "value", ".1f")]).splitlines()
     assert len(table) == 4
     assert table[2].split("|")[1].strip() == "a/b" and table[2].split("|")[2].strip() == "1.2"
     assert all(line.count("|") == 3 for line in table)
 
 
 def test_attention_of_lone_ranks(tmp_path):
-    output = tmp_path / "alone.json"
     sizes = "--seq-length 96 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 1 --alone 2 3"
-    run("attention.py", *sizes.split(), "--modes", "zigzag_ring_attn", "dist_flash_attn", "--output", str(output))
-    rows = {row["method"]: row for row in json.loads(output.read_text())["rows"]}
+    results, _ = run("attention", f"{sizes} --modes zigzag_ring_attn dist_flash_attn", tmp_path / "alone.json")
+    rows = {row["method"]: row for row in results["rows"]}
     single = rows.pop("one GPU")
     assert set(rows) == {
         f"{mode}, rank {rank} of {size} alone"
@@ -276,7 +194,7 @@ def test_attention_of_lone_ranks(tmp_path):
 
 @pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn"])
 @pytest.mark.parametrize("rank,size", [(0, 2), (1, 2), (2, 4)])
-def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
+def test_a_lone_rank_computes_what_it_does_among_others(mode, rank, size):
     """Calls of the kernel and their shapes; that they are right among others is tested in test_modes.py."""
     from easy_context.attention import AttentionPlan
     from easy_context.kernels import AttentionMask, select_kernel
@@ -290,7 +208,7 @@ def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
             return super().forward(q, k, v, scale, mask)
 
     plan = AttentionPlan(get_mode(mode), 1.0, AttentionMask(causal=True), Counting(), None)
-    method = load("loopback").alone(plan, rank, size)
+    method = loopback.alone(plan, rank, size)
     q, k, v = (method.shard(torch.randn(1, 480, 4, 8)).requires_grad_() for _ in range(3))
     with method.session():
         out = method.run(q, k, v)
@@ -301,14 +219,12 @@ def test_a_lone_rank_computes_what_it_does_among_others(load, mode, rank, size):
     assert not torch.distributed.is_initialized()
 
 
-def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
+def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends():
     """FlashAttention's kernels do; here the reference does, and agrees with two calls and a merge."""
     from plain_attention import random_inputs, relative_error
 
     from easy_context.kernels import select_kernel
     from easy_context.kernels.reference import ReferenceKernel
-
-    candidate = load("zigzag_all_gather")
 
     class AlignedAtTheEnd(ReferenceKernel):
         name = "flash_attn"
@@ -328,27 +244,35 @@ def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends(load):
 
 
 @pytest.mark.parametrize(
-    "script,flags,said",
+    "benchmark,flags,said",
     [
-        ("attention", ["--heads", "0"], "--heads 0: must be at least 1"),
-        ("attention", ["--seq-length", "64", "-16"], "--seq-length [64, -16]: must be at least 1"),
-        ("attention", ["--output", "/proc/x/y.json"], "--output /proc/x/y.json"),
-        ("train_step", ["--vocab-size", "0"], "--vocab-size 0"),
-        ("train_step", ["--layers", "0"], "--layers [0]"),
-        ("train_step", ["--attn-kernel", "foo"], "invalid choice: 'foo'"),
-        ("train_step", ["--mlp-tile-size", "8", "--gradient-checkpointing", "none"], "--mlp-tile-size 8 needs"),
-        ("train_step", ["--time-budget", "-5"], "--time-budget -5.0: must be at least 1"),
-        ("attention", ["--time-budget", "nan"], "--time-budget nan: must be at least 1"),
-        ("train_step", ["--tokens-per-step", "0"], "--tokens-per-step 0: must be at least 1"),
-        ("train_step", ["--mlp-tile-size", "-4"], "--mlp-tile-size -4: give"),
-        ("train_step", ["--methods", "ours", "ours"], "--methods ours ours: give each once"),
-        ("train_step", ["--seq-length", "32", "32"], "--seq-length 32 32: give each once"),
-        ("attention", ["--alone", "3", "--seq-length", "32"], "--seq-length 32: a row must be a multiple of 48"),
-        ("attention", ["--check-length", "-1"], "--check-length -1: give"),
+        (attention, "--heads 0", "argument --heads: must be at least 1, got 0"),
+        (attention, "--heads 6 --kv-heads 4", "--heads 6 must be a multiple of --kv-heads 4"),
+        (attention, "--seq-length 64 -16", "argument --seq-length: must be at least 1, got -16"),
+        (attention, "--seq-length 100", "--seq-length 100: a row must be a multiple of 16"),
+        (attention, "--repeats 0", "argument --repeats: must be at least 1, got 0"),
+        (attention, "--output /proc/x/y.json", "--output /proc/x/y.json"),
+        (attention, "--time-budget nan", "argument --time-budget: must be at least 1, got nan"),
+        (attention, "--alone 3 --seq-length 32", "--seq-length 32: a row must be a multiple of 48"),
+        (attention, "--alone 1", "argument --alone: must be at least 2, got 1"),
+        (attention, "--check-length -1", "argument --check-length: must be at least 0, got -1"),
+        (train_step, "--methods nothing", "invalid choice: 'nothing'"),
+        (train_step, "--methods ours ours", "--methods ours ours: give each once"),
+        (train_step, "--seq-length 32 32", "--seq-length 32 32: give each once"),
+        (train_step, "--layers 4 4", "--layers 4 4: give each once"),
+        (train_step, "--layers 0", "argument --layers: must be at least 1, got 0"),
+        (train_step, "--steps two", "argument --steps: invalid int value: 'two'"),
+        (train_step, "--hidden-size 30", "--heads must divide --hidden-size"),
+        (train_step, "--vocab-size 0", "argument --vocab-size: must be at least 1, got 0"),
+        (train_step, "--attn-kernel foo", "invalid choice: 'foo'"),
+        (train_step, "--mlp-tile-size 8 --gradient-checkpointing none", "--mlp-tile-size 8 needs"),
+        (train_step, "--mlp-tile-size -4", "argument --mlp-tile-size: must be at least 0, got -4"),
+        (train_step, "--time-budget -5", "argument --time-budget: must be at least 1, got -5"),
+        (train_step, "--tokens-per-step 0", "argument --tokens-per-step: must be at least 1, got 0"),
     ],
 )
-def test_wrong_flags_end_before_anything_is_measured(load, monkeypatch, capsys, script, flags, said):
+def test_wrong_flags_end_before_anything_is_measured(monkeypatch, capsys, benchmark, flags, said):
     with pytest.raises(SystemExit) as stop:
-        parse(load(script), monkeypatch, *flags)
+        parse(benchmark, monkeypatch, flags)
     assert stop.value.code == 2
     assert said in capsys.readouterr().err

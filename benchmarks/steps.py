@@ -1,4 +1,4 @@
-"""What runs a model's step: plain PyTorch on one device, or DeepSpeed's ZeRO-3 on several."""
+"""Run the training steps that are timed: with plain PyTorch on one device, or under DeepSpeed's ZeRO-3 on several."""
 
 import functools
 import gc
@@ -6,24 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from recipes import Recipe
-from report import World
 
+from easy_context import shard_batch
 from easy_context.loss import IGNORE_INDEX, next_token_targets
-from easy_context.modes import get_mode
+from easy_context.mesh import Mesh
+
+from .recipes import Recipe
+from .world import World
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass
-class PlainEngine:
-    """Forward and backward on one device; no optimizer, whose states of an 8B model fit no single GPU."""
+class PlainStep:
+    """Forward and backward on one device. There is no optimizer: its states of an 8B model fit no single GPU."""
 
     model: torch.nn.Module
     recipe: Recipe
 
     def step(self, batch: Batch, micro_batches: int) -> float:
-        """Run the same batch `micro_batches` times; returns the loss."""
+        """Run the same batch `micro_batches` times and return the loss."""
         self.model.zero_grad(set_to_none=True)
         for _ in range(micro_batches):
             loss = compute_loss(self.model, self.recipe, batch)
@@ -36,8 +38,8 @@ class PlainEngine:
         _free_memory()
 
 
-class Zero3Engine:
-    """Whole optimizer steps under ZeRO-3, weights and AdamW's states sharded over the GPUs, nothing on the host."""
+class Zero3Step:
+    """Whole optimizer steps under ZeRO-3: weights and AdamW's states are sharded over the GPUs, nothing on the host."""
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe, world: World, mpu: Any, batch_size: int) -> None:
         """Shard the model.
@@ -53,11 +55,6 @@ class Zero3Engine:
 
         if world.device.type == "cpu":
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo serves; nothing is compiled
-        if recipe.mlp_tile_size:
-            from deepspeed.utils import set_z3_leaf_modules
-
-            # A tile needs all the MLP's weights at once; ZeRO-3 gathers a leaf module's weights together.
-            set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
         # fused: one pass over the states, and no temporary copies of them
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
         config = zero3_config(batch_size, model.config.hidden_size)
@@ -66,7 +63,7 @@ class Zero3Engine:
         _free_memory()  # the whole weights are sharded now
 
     def step(self, batch: Batch, micro_batches: int) -> float:
-        """One optimizer step on the same batch `micro_batches` times; returns the loss, over all ranks."""
+        """Make one optimizer step of `micro_batches` times the same batch and return the loss over all ranks."""
         engine = self._engine
         if engine.gradient_accumulation_steps() != micro_batches:
             # What set_train_batch_size does; that asks for a data-parallel size, which ALST's mpu does not have.
@@ -87,7 +84,7 @@ class Zero3Engine:
 
 
 def zero3_config(batch_size: int, hidden_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: ZeRO-3 without offload, buckets large enough for NVLink."""
+    """Return DeepSpeed's configuration: ZeRO-3 without offload, with buckets large enough for NVLink."""
     return {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": 1,
@@ -106,31 +103,25 @@ def zero3_config(batch_size: int, hidden_size: int) -> dict[str, Any]:
 
 
 def make_batch(recipe: Recipe, world: World, batch_size: int, seq_length: int, vocab_size: int, seed: int) -> Batch:
-    """This rank's shard of random rows, which are the same for every recipe.
+    """Return this rank's shard of random rows, which are the same for every recipe, as arguments of the model.
 
     Returns:
-        input_ids, position_ids and targets (shifted before the split), `[batch, shard]`, and num_items, the number of
-        targets in the whole rows.
+        input_ids, position_ids and shift_labels `[batch, shard]` int64, and num_items_in_batch, the number of targets
+        in the whole rows.
     """
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(vocab_size, (batch_size, seq_length), generator=generator)
     targets = next_token_targets(input_ids)
-    position_ids = torch.arange(seq_length).expand(batch_size, -1)
-    mode = get_mode(recipe.mode)
-    shards = {
-        name: mode.shard(tensor, world.rank, world.size).to(world.device)
-        for name, tensor in (("input_ids", input_ids), ("position_ids", position_ids), ("targets", targets))
-    }
-    num_items = (targets != IGNORE_INDEX).sum().to(world.device)
-    return shards | {"num_items": num_items}
+    mesh = Mesh(sequence_rank=world.rank, sequence_size=world.size)
+    shard = shard_batch(recipe.mode, input_ids, targets, mesh, world.device)
+    return shard | {"num_items_in_batch": (targets != IGNORE_INDEX).sum().to(world.device)}
 
 
 def compute_loss(model: Any, recipe: Recipe, batch: Batch) -> torch.Tensor:
-    """The sum of the losses of this rank's targets, divided by the number of targets in the whole rows."""
-    options = {"shift_labels": batch["targets"], "num_items_in_batch": batch["num_items"], "use_cache": False}
-    if not recipe.fused_loss:
-        options["labels"] = batch["targets"]  # Hugging Face computes no loss without
-    return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **options).loss
+    """Return the sum of the losses of this rank's targets, divided by the number of targets in the whole rows."""
+    # Without the fused loss Hugging Face computes a loss only if there are labels; it then reads shift_labels.
+    labels = {} if recipe.fused_loss else {"labels": batch["shift_labels"]}
+    return model(**batch, **labels, use_cache=False).loss
 
 
 def _forget_deepspeed_modules() -> None:
