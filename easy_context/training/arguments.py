@@ -33,7 +33,7 @@ def _flag(default: Any, help: str, *, least: float | None = None, **options: Any
 
 
 def _mode(name: str) -> str:
-    """Say of the original's fifth mode what to take in its place."""
+    """Refuse the original's fifth mode, with what to take in its place."""
     if name == "usp_attn":
         raise argparse.ArgumentTypeError(
             "usp_attn (rings of all-to-all groups) is not here yet: use ulysses_attn where the processes divide the "
@@ -44,7 +44,7 @@ def _mode(name: str) -> str:
 
 @dataclass
 class Arguments:
-    """What a run is told to do. Each field is the flag of its name, with dashes."""
+    """The settings of a run. Each field is the flag of its name, with dashes."""
 
     # Model and data.
     model: str = _flag("meta-llama/Llama-2-7b-hf", "hub name or folder of the model to start from")

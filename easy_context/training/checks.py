@@ -57,7 +57,7 @@ def find_problems(args: Arguments, world_size: int) -> tuple[list[str], Any, Any
 
 
 def launch_problems(world_size: int) -> list[str]:
-    """What is wrong with how this process was started."""
+    """Return what is wrong with how this process was started."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world_size > 1 and missing:
         return [
@@ -121,7 +121,7 @@ def _tracker_problems(args: Arguments) -> list[str]:
 
 
 def _sequence_parallel_size(args: Arguments, world_size: int) -> tuple[int | None, list[str]]:
-    """Processes that share a row, None if the flag is wrong."""
+    """Return the number of processes that share a row (None if the flag is wrong), and what is wrong with it."""
     from ..mesh import sequence_size
 
     try:

@@ -27,10 +27,10 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
-    """Model FLOPs to train on one token, forward and backward, without recomputation.
+    """Return the model FLOPs to train on one token, forward and backward, without recomputation.
 
-    Six for each weight that multiplies, and causal attention: on average a query meets half the row's keys (the
-    convention of arXiv 2204.02311, appendix B, with the causal half).
+    Each weight that multiplies counts six. Attention is causal, so that a query meets half of the row's keys on average
+    (the convention of arXiv 2204.02311, appendix B, with the causal half).
 
     Args:
         config: of the model.
@@ -43,12 +43,12 @@ def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Weights of the model, whole also under ZeRO-3, where each process holds a part."""
+    """Return the number of weights of the whole model, also under ZeRO-3, where each process holds a part."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s; None for one that is not in PEAK_FLOPS."""
+    """Return the device's dense bf16 peak in FLOP/s; None for a device that is not in PEAK_FLOPS."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

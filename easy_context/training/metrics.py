@@ -23,14 +23,14 @@ from .saving import METRICS, prepare_metrics
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has used since the start: allocated on the GPU, or resident on a CPU."""
+    """Return the most memory that this process has used: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
 
 
 class StepMeter:
-    """Counts the tokens of each optimizer step, times it and makes its record."""
+    """The count of tokens, the time and the record of each optimizer step."""
 
     def __init__(self, accelerator: Any, mesh: Mesh, config: Any, model: torch.nn.Module) -> None:
         """Start the clock.
@@ -47,7 +47,7 @@ class StepMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Start the clock anew: what came before (an evaluation) is no training time."""
+        """Start the clock anew, so that what came before (an evaluation, a checkpoint) is no training time."""
         self._start = time.perf_counter()
 
     def count(self, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -116,7 +116,7 @@ def mean_loss(accelerator: Any, model: torch.nn.Module, shards: Iterable[dict[st
 
 
 class MetricsLog:
-    """Writes records on rank 0: a line of `metrics.jsonl`, the trackers, the progress bar."""
+    """The outputs of rank 0: a line of `metrics.jsonl` for each step, the trackers, the progress bar."""
 
     def __init__(self, accelerator: Any, args: Arguments, step: int = 0) -> None:
         """Open the file, the trackers and the bar.
@@ -185,7 +185,7 @@ def stop_if_diverged(accelerator: Any, log: MetricsLog, record: dict[str, Any]) 
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One record as a short line for people."""
+    """Return a record as a short line for people."""
     parts = [
         f"loss {record['loss']:.4f}",
         f"lr {record['learning_rate']:.2e}",
@@ -202,7 +202,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def _wandb_offline_without_key(announce: bool) -> None:
-    """Without a key wandb would ask for one and wait; write offline instead, and say so."""
+    """Log offline, and say so, where wandb has no key: it would ask for one and wait."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
         return
     netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))

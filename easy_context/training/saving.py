@@ -1,4 +1,4 @@
-"""Saving a plain Hugging Face checkpoint, from whatever way the model was sharded."""
+"""What a run writes into its folder: arguments, metrics, and at the end a plain Hugging Face checkpoint."""
 
 import dataclasses
 import errno
@@ -24,7 +24,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.ind
 
 
 def is_finished(output_dir: Path) -> bool:
-    """Whether a run has saved its model in `output_dir`."""
+    """Return whether a run has saved its model in `output_dir`."""
     return (output_dir / MODEL_CONFIG).exists()
 
 
@@ -63,7 +63,7 @@ def claim(output_dir: Path) -> None:
 
 
 def prepare_metrics(output_dir: Path, step: int) -> None:
-    """Make room for the metrics of the steps behind `step`.
+    """Make room for the metrics of the steps after `step`.
 
     A run that goes on keeps the lines up to its checkpoint; later ones are written again. A new run (step 0) keeps an
     earlier run's file under a numbered name.
