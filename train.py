@@ -19,13 +19,15 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 from pathlib import Path
 
 from easy_context.common.interrupts import stops_in_one_line, what_is_saved
+from easy_context.data.token_rows import UnusableRow
 from easy_context.training.arguments import Arguments, parse_arguments
 from easy_context.training.checks import check_arguments
+from easy_context.training.refusal import refusal
 
 
 def main() -> None:
     args = parse_arguments()
-    with stops_in_one_line(what_is_saved(Path(args.output_dir))):
+    with stops_in_one_line(what_is_saved(Path(args.output_dir))), refusal(UnusableRow, "go on"):
         train(args)
 
 
@@ -89,7 +91,7 @@ def train(args: Arguments) -> None:
         accelerator.print(note)
     checkpoints = Checkpoints(accelerator, args, mesh, model, optimizer, scheduler, rows=len(rows))
     last_step = checkpoints.restore()  # 0 for a new run
-    batches = training_steps(rows, args, mesh, config.vocab_size, first_step=last_step + 1)
+    batches = training_steps(rows, args, mesh, first_step=last_step + 1)
     accelerator.print(
         f"{args.parallel_mode}: {mesh.data_size} data-parallel x {mesh.sequence_size} sequence-parallel processes, "
         f"{args.batch_size * args.gradient_accumulate_every * mesh.data_size} rows of up to {args.seq_length} tokens "
@@ -127,8 +129,7 @@ def train(args: Arguments) -> None:
         loss = accelerator.reduce(loss, reduction="sum").item()
         record = meter.record(step, loss, learning_rate, grad_norm)
         if eval_rows is not None and (step % args.eval_every == 0 or step == args.max_train_steps):
-            eval_batches = evaluation_batches(eval_rows, args, mesh, config.vocab_size)
-            record["eval_loss"] = mean_loss(accelerator, model, map(shard, eval_batches))
+            record["eval_loss"] = mean_loss(accelerator, model, map(shard, evaluation_batches(eval_rows, args, mesh)))
             meter.restart()
         log.write(record)
         stop_if_diverged(accelerator, log, record)

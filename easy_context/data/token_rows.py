@@ -1,18 +1,70 @@
 """Rows of token ids in a dataset: which columns are read, and what is refused before anything trains on them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.constants import IGNORE_INDEX
 from ..common.notes import say_once
 from .columns import apply_columns, describe_columns, kind_of
 from .datasets import HELD_OUT_FIRST, open_dataset
 
+if TYPE_CHECKING:
+    import torch
+
 _TOKENS = ("input_ids", "labels")
-_TOKENS_CHECKED = 100_000_000  # rows are checked in the first so many before training, and in every batch
+_TOKENS_CHECKED = 100_000_000  # at the start; a row behind them is checked when it is read
 
 
-def load_rows(name: str, flag: str = "--dataset") -> Any:
+class UnusableRow(ValueError):
+    """A row that cannot be trained on, found while training: it stands behind those that were checked before."""
+
+
+class TokenRows:
+    """Rows of token ids and labels, each checked once: those of the first 100 million ids at once, others when read."""
+
+    def __init__(self, name: str, flag: str, vocab_size: int | None, seq_length: int) -> None:
+        """Open and check a dataset.
+
+        Args:
+            name: as `open_dataset` takes it.
+            flag: the flag that `name` comes from, for errors.
+            vocab_size: of the model; None leaves the ids unchecked.
+            seq_length: tokens of a row that are used.
+
+        Raises:
+            ValueError: as `load_rows` and `check_rows`.
+        """
+        self._dataset, self._what, self._vocab_size = load_rows(name, flag), f"{flag} {name}", vocab_size
+        self._checked = 0 if vocab_size is None else check_rows(self._dataset, vocab_size, seq_length, self._what)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the ids and labels of a row, `[length]` int64, labels -100 where nothing is learned.
+
+        Raises:
+            UnusableRow: the row was not checked before, and cannot be used.
+        """
+        where, row = f"{self._what}: row {index}", self._dataset[index]
+        try:
+            ids, labels = tokens_and_labels(row, where)
+            if index >= self._checked and self._vocab_size is not None and len(ids):
+                wanted = labels.where(labels != IGNORE_INDEX, 0)
+                for values, kind in ((ids, "token ids"), (wanted, "labels")):
+                    refuse_ids(int(values.min()), int(values.max()), self._vocab_size, where, kind)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from None
+        return ids, labels
+
+    def lengths(self, rows: int) -> list[int]:
+        """Return the number of tokens of each of the first `rows` rows; no tokens are read."""
+        import pyarrow.compute as pc
+
+        return pc.list_value_length(self._dataset.with_format("arrow")[:rows]["input_ids"]).to_pylist()
+
+
+def load_rows(name: str, flag: str) -> Any:
     """Open a dataset of rows with `input_ids`, perhaps `labels`, and the columns that say how these are to be read.
 
     Other columns are dropped; the log says which. Of several splits `--dataset` takes train, `--eval-dataset` one that
@@ -50,7 +102,7 @@ def _is_read(column: str, feature: Any) -> bool:
     return kind_of(column) is not None and not hasattr(feature, "dtype")
 
 
-def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--dataset") -> None:
+def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str) -> int:
     """Check the rows that hold the first 100 million token ids.
 
     Args:
@@ -58,6 +110,9 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--da
         vocab_size: of the model.
         seq_length: tokens of a row that are used.
         what: flag and name of the dataset, for errors.
+
+    Returns:
+        The number of rows that were checked.
 
     Raises:
         ValueError: a row that is null or holds one, a token id or label outside the vocabulary, labels of another
@@ -92,6 +147,7 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str = "--da
             f"{what} has no token to learn in its first {seen} tokens: rows need at least 2 tokens, and labels other "
             "than -100 behind the first one"
         )
+    return number
 
 
 def tokens_and_labels(row: Mapping[str, Any], where: str) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from ..common.errors import name_flags, naming_flags
 from ..model.config import is_rope_base, load_config, model_problems, problems_of, set_rope_theta
 from .arguments import Arguments
-from .refusal import cannot_start
+from .refusal import end_run
 
 
 def check_arguments(args: Arguments) -> tuple[Any, Any]:
@@ -27,7 +27,7 @@ def check_arguments(args: Arguments) -> tuple[Any, Any]:
     problems, rows, eval_rows = find_problems(args, world_size)
     problems = launch_problems(world_size) + problems
     if problems:
-        cannot_start(problems)
+        end_run(problems)
     return rows, eval_rows
 
 
@@ -198,12 +198,9 @@ def _check_dropout(config: Any) -> None:
 
 
 def _load_rows(flag: str, name: str, args: Arguments, config: Any) -> tuple[Any, list[str]]:
-    from ..data.token_rows import check_rows, load_rows
+    from ..data.token_rows import TokenRows
 
     try:
-        rows = load_rows(name, flag)
-        if config is not None:
-            check_rows(rows, config.vocab_size, max(2, args.seq_length), f"{flag} {name}")
+        return TokenRows(name, flag, None if config is None else config.vocab_size, max(2, args.seq_length)), []
     except ValueError as error:
         return None, [str(error)]
-    return rows, []

@@ -1,4 +1,4 @@
-"""How train.py says that it cannot start: all problems at once, from one process, before anything heavy loads."""
+"""How train.py says that it cannot start or go on: all problems at once, from one process, without a traceback."""
 
 import contextlib
 import os
@@ -9,18 +9,18 @@ from typing import NoReturn
 
 
 @contextlib.contextmanager
-def refusal() -> Iterator[None]:
-    """Turn a ValueError into the message that train.py cannot start, and exit."""
+def refusal(kind: type[ValueError] = ValueError, verb: str = "start") -> Iterator[None]:
+    """Turn an error of this kind into the message that train.py cannot start (or what else `verb` says), and exit."""
     try:
         yield
-    except ValueError as error:
-        cannot_start([str(error)])
+    except kind as error:
+        end_run([str(error)], verb)
 
 
-def cannot_start(problems: list[str]) -> NoReturn:
+def end_run(problems: list[str], verb: str = "start") -> NoReturn:
     """Print all problems together, on the first process of each machine, and exit with code 2."""
     let_first_process_speak()
-    print("train.py cannot start:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
+    print(f"train.py cannot {verb}:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,12 +1,15 @@
 """Columns beside the token ids: honoured, refused by name, or named as not used; alike in training and evaluation."""
 
+import tempfile
+
 import datasets
 import numpy as np
 import pytest
 import torch
 
+from easy_context.data import token_rows
 from easy_context.data.columns import apply_columns, describe_columns, kind_of
-from easy_context.data.token_rows import check_rows, load_rows
+from easy_context.data.token_rows import TokenRows, UnusableRow, load_rows, tokens_and_labels
 from easy_context.evaluation.rows import tokenized_documents
 from easy_context.evaluation.texts import targets_of
 from easy_context.training.batches import collate
@@ -84,9 +87,9 @@ def evaluated(row: dict):
 
 def trained(row: dict):
     """As a dataset in a file, through all that training does."""
-    rows = datasets.Dataset.from_list([row]).with_format("torch")
-    check_rows(rows, VOCABULARY, LENGTH)
-    batch = collate([rows[0]], LENGTH, VOCABULARY)
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.Dataset.from_list([row]).to_parquet(f"{folder}/rows.parquet")
+        batch = collate([TokenRows(f"{folder}/rows.parquet", "--dataset", VOCABULARY, LENGTH)[0]], LENGTH)
     return batch["input_ids"][0], batch["targets"][0]
 
 
@@ -131,18 +134,23 @@ def test_padding_is_left_out_and_other_columns_are_read_without_it(read, left, r
 def test_the_issue_of_padded_rows():
     """20 tokens and 28 of padding have 19 targets, not 47."""
     row = {"input_ids": torch.tensor([5] * 20 + [0] * 28), "attention_mask": torch.tensor([1] * 20 + [0] * 28)}
-    batch = collate([row, {"input_ids": torch.tensor([3] * 30)}], 48, VOCABULARY)
+    other = {"input_ids": torch.tensor([3] * 30)}
+    batch = collate([tokens_and_labels(each, "a row") for each in (row, other)], 48)
     assert batch["input_ids"].shape == (2, 30)
     assert (batch["targets"] != -100).sum(1).tolist() == [19, 29]
 
 
-def test_rows_behind_the_first_are_checked_at_the_start_and_in_every_batch():
+def test_rows_behind_the_first_are_checked_at_the_start_or_when_they_are_read(tmp_path, monkeypatch):
     rows = [{"input_ids": IDS, "segment_ids": [0] * LENGTH}] * 40 + [{"input_ids": IDS, "segment_ids": PACKED}]
-    dataset = datasets.Dataset.from_list(rows).with_format("torch")
-    with pytest.raises(ValueError, match="--dataset x: row 40: segment_ids changes within a row"):
-        check_rows(dataset, VOCABULARY, LENGTH, "--dataset x")
-    with pytest.raises(ValueError, match="--eval-dataset: a row: segment_ids changes within a row"):
-        collate([dataset[40]], LENGTH, VOCABULARY, "--eval-dataset")
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    name = str(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=f"--dataset {name}: row 40: segment_ids changes within a row"):
+        TokenRows(name, "--dataset", VOCABULARY, LENGTH)
+    monkeypatch.setattr(token_rows, "_TOKENS_CHECKED", 32 * LENGTH)
+    rows = TokenRows(name, "--dataset", VOCABULARY, LENGTH)
+    assert rows[39][0].tolist() == IDS
+    with pytest.raises(UnusableRow, match=f"--dataset {name}: row 40: segment_ids changes within a row"):
+        rows[40]
 
 
 def test_rows_of_nothing_but_padding_count_as_empty():

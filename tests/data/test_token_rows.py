@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from easy_context.common.constants import IGNORE_INDEX
-from easy_context.data.token_rows import check_rows, load_rows
+from easy_context.data import token_rows
+from easy_context.data.token_rows import TokenRows, UnusableRow, check_rows, load_rows
 
 VOCABULARY = 32
 
@@ -15,7 +16,7 @@ VOCABULARY = 32
 def test_only_the_columns_of_training_are_read(tmp_path):
     table = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "attention_mask": [[1, 1]], "source": ["x"]})
     table.to_parquet(tmp_path / "rows.parquet")
-    rows = load_rows(str(tmp_path / "rows.parquet"))
+    rows = load_rows(str(tmp_path / "rows.parquet"), "--dataset")
     assert rows.column_names == ["input_ids", "attention_mask"]
     assert rows[0]["input_ids"].dtype == torch.int64
 
@@ -32,7 +33,7 @@ def test_only_the_columns_of_training_are_read(tmp_path):
 def test_what_holds_no_token_ids_is_refused(tmp_path, columns, message):
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=message):
-        load_rows(str(tmp_path / "rows.parquet"))
+        load_rows(str(tmp_path / "rows.parquet"), "--dataset")
 
 
 def test_the_output_of_prepare_data_gives_each_flag_its_split(tmp_path):
@@ -44,13 +45,39 @@ def test_the_output_of_prepare_data_gives_each_flag_its_split(tmp_path):
     assert load_rows(name, "--eval-dataset")[0]["input_ids"].tolist() == [2, 2]
 
 
-def test_token_ids_are_checked_beyond_the_first_rows(tmp_path):
-    bad = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40 + [[3, 99]]})
-    bad.to_parquet(tmp_path / "rows.parquet")
-    rows = load_rows(str(tmp_path / "rows.parquet"))
-    check_rows(rows, 100, 8)
-    with pytest.raises(ValueError, match="to 99, but the model's vocabulary has 99"):
-        check_rows(rows, 99, 8)
+@pytest.mark.parametrize("checked", [100, 4])  # at the start, or when the row is read
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"input_ids": [3, 99]}, "token ids from [13] to 99, but the model's vocabulary has 32"),
+        ({"input_ids": [-1, 3]}, "token ids from -1"),
+        ({"input_ids": [1, 2], "labels": [IGNORE_INDEX, 40]}, "labels from [01] to 40"),
+        ({"input_ids": [1, 2], "labels": [-1, 2]}, "labels from -1"),
+        ({"input_ids": [1, 2], "labels": [2]}, "row 40 has 2 input_ids and 1 labels"),
+    ],
+)
+def test_rows_of_other_ids_are_refused_wherever_they_are(tmp_path, monkeypatch, checked, columns, message):
+    good = {"input_ids": [1, 2], **({"labels": [1, 2]} if "labels" in columns else {})}
+    datasets.Dataset.from_list([good] * 40 + [columns]).to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr(token_rows, "_TOKENS_CHECKED", checked)
+    with pytest.raises(UnusableRow if checked == 4 else ValueError, match=message):
+        rows = TokenRows(str(tmp_path / "rows.parquet"), "--dataset", VOCABULARY, 8)
+        assert checked == 4
+        assert rows[39][0].tolist() == [1, 2]
+        rows[40]
+
+
+def test_a_row_is_checked_once(tmp_path, monkeypatch):
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 40}).to_parquet(tmp_path / "rows.parquet")
+    checks = []
+    monkeypatch.setattr(token_rows, "refuse_ids", lambda *values: checks.append(values))
+    monkeypatch.setattr(token_rows, "_TOKENS_CHECKED", 32)  # tables of 16 rows of two tokens
+    rows = TokenRows(str(tmp_path / "rows.parquet"), "--dataset", VOCABULARY, 8)
+    assert len(checks) == 1
+    rows[15]
+    assert len(checks) == 1
+    rows[16]
+    assert len(checks) == 3, "ids and labels"
 
 
 @pytest.mark.parametrize("target, learnable", [(0, False), (1, True), (3, True), (4, False)])
@@ -58,6 +85,6 @@ def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path
     labels = [IGNORE_INDEX] * 6
     labels[target] = 9
     datasets.Dataset.from_dict({"input_ids": [[9] * 6], "labels": [labels]}).to_parquet(tmp_path / "rows.parquet")
-    rows = load_rows(str(tmp_path / "rows.parquet"))
+    rows = load_rows(str(tmp_path / "rows.parquet"), "--dataset")
     with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
-        check_rows(rows, VOCABULARY, 4)
+        check_rows(rows, VOCABULARY, 4, "--dataset x")

@@ -247,3 +247,20 @@ def test_wandb_without_a_key_neither_asks_nor_waits(train, monkeypatch, tmp_path
     assert "offline" in capsys.readouterr().out
     assert list(output_dir.rglob("*.wandb"))
     assert len(metrics(output_dir)) == STEPS
+
+
+def test_a_row_that_cannot_be_used_ends_the_run_without_a_traceback(train, assets, tmp_path, monkeypatch, capsys):
+    """It stands behind the rows that are checked at the start."""
+    import datasets
+
+    from easy_context.data import token_rows
+
+    rows = [[1] * 48] * 16 + [[VOCABULARY] * 48] * 2
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "rows")
+    monkeypatch.setattr(token_rows, "_TOKENS_CHECKED", 16 * 48)
+    with pytest.raises(SystemExit) as stop:
+        train("--dataset", str(tmp_path / "rows"), "--max-train-steps", "9")
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert f"train.py cannot go on:\n  - --dataset {tmp_path}/rows: row 1" in message
+    assert f"holds token ids from {VOCABULARY} to {VOCABULARY}" in message
