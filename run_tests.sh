@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv, checks style, runs the tests.
+# Sets up .venv, checks style and types, runs the tests.
 #
 #   bash run_tests.sh                     # what every change must pass; no GPU needed
 #   bash run_tests.sh --slow              # and the long tests
@@ -18,6 +18,9 @@ echo "== ruff"
   echo "   .venv/bin/ruff format . puts that right" >&2
   false
 }
+step=types
+echo "== mypy"
+.venv/bin/mypy
 step=pytest
 echo "== pytest"
 .venv/bin/python -m pytest "$@"

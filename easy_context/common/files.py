@@ -7,10 +7,11 @@ import lzma
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # by the suffix of the compression
+OPENERS: dict[str, Callable[..., IO]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def open_unpacked(path: Path, mode: str = "rb", **options: Any) -> IO:

@@ -70,7 +70,7 @@ def _choose_kernel(
         if reason := _KERNELS[name].unsupported_reason(device, dtype, head_dim):
             raise ValueError(f"attn_kernel {name} cannot be used here: {reason}. Use attn_kernel auto.")
         return _KERNELS[name], []
-    passed_over = []
+    passed_over: list[str] = []
     for kernel in _KERNELS.values():
         reason = kernel.unsupported_reason(device, dtype, head_dim)
         if reason is None:

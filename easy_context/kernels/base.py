@@ -1,5 +1,6 @@
 """What every attention kernel promises: one block of exact attention, forward and backward."""
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ class AttentionKernel(ABC):
     name: str
     supports_window = False
     # The furthest element of a tensor that the backend indexes rightly. Blocks with more are computed in parts.
-    max_elements: int | None = None
+    max_elements = sys.maxsize
 
     @abstractmethod
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -45,7 +46,9 @@ class AttentionKernel(ABC):
     def _forward(self, q, k, v, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     @abstractmethod
-    def _backward(self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, ...]: ...
+    def _backward(
+        self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
@@ -65,11 +68,13 @@ class AttentionKernel(ABC):
             return torch.zeros_like(q), lse
         q, k, v = _dense_rows(q, k, v)
         if self._fits(q, k):
-            return self._forward(*self._near(q, k, v), scale, mask)
+            q, k, v = self._near(q, k, v)
+            return self._forward(q, k, v, scale, mask)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
         for part in parts_within(self.max_elements, q, k):
-            part_out, part_lse = self._forward(*self._near(*part.of_queries(q), *part.of_keys(k, v)), scale, mask)
+            part_q, part_k, part_v = self._near(*part.of_queries(q), *part.of_keys(k, v))
+            part_out, part_lse = self._forward(part_q, part_k, part_v, scale, mask)
             part.of_queries(out)[0].copy_(part_out)
             part.of_lse(lse).copy_(part_lse)
         return out, lse
@@ -95,7 +100,8 @@ class AttentionKernel(ABC):
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
         if self._fits(q, k):
-            return self._backward(*self._near(dout, q, k, v, out), lse, scale, mask)
+            dout, q, k, v, out = self._near(dout, q, k, v, out)
+            return self._backward(dout, q, k, v, out, lse, scale, mask)
         parts = parts_within(self.max_elements, q, k)
         # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
         share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
@@ -113,12 +119,11 @@ class AttentionKernel(ABC):
 
     def _fits(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         """Return whether the backend can index the whole block."""
-        return self.max_elements is None or max(q.numel(), k.numel()) <= self.max_elements
+        return max(q.numel(), k.numel()) <= self.max_elements
 
     def _near(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copy those views whose elements lie too far apart in a larger tensor: heads of long rows, halves of many."""
-        limit = self.max_elements
-        return tuple(x if limit is None or _extent(x) <= limit else x.contiguous() for x in tensors)
+        return tuple(x if _extent(x) <= self.max_elements else x.contiguous() for x in tensors)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
         if mask.causal and q.shape[1] != k.shape[1]:
