@@ -1,19 +1,20 @@
-"""The parts of the quickstart that are not tools of this repository: a tiny model, rows with needles, the last table.
+"""The parts of the quickstart that are not tools of this repository: a tiny model, rows with needles.
 
-    python examples/quickstart.py model --text data/haystack/emma.txt --window 64 --output-dir output/quickstart/start
-    python examples/quickstart.py rows --text-rows rows/train --tokenizer output/quickstart/start --rows 1000 \
+    python -m examples.quickstart model --text data/haystack/emma.txt --window 64 --output-dir output/quickstart/start
+    python -m examples.quickstart rows --text-rows rows/train --tokenizer output/quickstart/start --rows 1000 \
         --most-questions 3 --output-dir needle-rows
-    python examples/quickstart.py table output/quickstart
 
-train_scripts/quickstart.sh calls these between prepare_data.py, train.py, eval_ppl.py and eval_needle.py.
+The quickstart runs these between prepare_data.py, train.py, eval_ppl.py and eval_needle.py.
 """
 
 import argparse
-import json
+import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from easy_context.data.columns import IGNORE_INDEX
 
 NEEDLE = " The secret number is {value}."
 QUESTION = " The secret number is"
@@ -27,16 +28,13 @@ SEED = 0
 ATTENTION_STD = 0.08
 PLAIN_SHARE = 0.25  # of the rows: text alone, all of it learned
 FIRST_SHARE = 0.15  # of the needles: before any text, where a random place would almost never put one
-AVERAGED_STEPS = 20  # in a loss of the table
-
-IGNORED_LABEL = -100
 
 
 def build_tokenizer(text: str) -> Any:
     """Train a byte-level BPE tokenizer whose digits stay single tokens, so that a number is copied digit by digit.
 
     Args:
-        text: what it learns its words from.
+        text: text that it learns its words from.
 
     Returns:
         A `PreTrainedTokenizerFast` of `VOCABULARY` tokens, without BOS.
@@ -99,7 +97,7 @@ def build_model(window: int) -> Any:
 
 def needle_row(
     rng: random.Random, text: Sequence[int], encode: Callable[[str], list[int]], questions: int
-) -> tuple[list[int], list[int]]:
+) -> dict[str, list[int]]:
     """Hide a number in a row of text and ask for it, behind more and more text and at the end of the row.
 
     Only the answers are learned: the number itself cannot be predicted, and text rows teach text.
@@ -111,14 +109,13 @@ def needle_row(
         questions: how often the number is asked for.
 
     Returns:
-        Token ids and labels (-100 where nothing is learned), each as long as `text`.
+        "input_ids" and "labels", each as long as `text`.
 
     Raises:
         ValueError: the row is too short.
     """
     value = str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
-    needle, question = encode(NEEDLE.format(value=value)), encode(QUESTION)
-    answer = encode(ANSWER.format(value=value))
+    needle, question, answer = (encode(part.format(value=value)) for part in (NEEDLE, QUESTION, ANSWER))
     room = len(text) - len(needle) - questions * (len(question) + len(answer))
     if room < 0:
         raise ValueError(
@@ -128,14 +125,13 @@ def needle_row(
     places = sorted(rng.randint(0, room) for _ in range(questions))
     if rng.random() < FIRST_SHARE:
         places[0] = 0
-    pieces = [(needle, [IGNORED_LABEL] * len(needle))]
-    pieces += [(question + answer, [IGNORED_LABEL] * len(question) + answer)] * questions
+    pieces = [(needle, [])] + [(question, answer)] * questions
     ids, labels, done = [], [], 0
-    for place, (piece, piece_labels) in zip([*places, room], pieces, strict=True):
-        ids += [*text[done:place], *piece]
-        labels += [IGNORED_LABEL] * (place - done) + piece_labels
+    for place, (given, learned) in zip([*places, room], pieces, strict=True):
+        ids += [*text[done:place], *given, *learned]
+        labels += [IGNORE_INDEX] * (place - done + len(given)) + learned
         done = place
-    return ids, labels
+    return {"input_ids": ids, "labels": labels}
 
 
 def make_rows(
@@ -144,9 +140,9 @@ def make_rows(
     """Mix rows of plain text with rows that hide a needle in it.
 
     Args:
-        text_rows: token ids, all rows of one length.
+        text_rows: token ids, all rows of one length; used again where they are too few, always with another number.
         encode: text to token ids.
-        count: rows to make; the text is used again where it is too little, always with another number.
+        count: rows to make.
         most_questions: a needle is asked for 1 to this many times.
 
     Returns:
@@ -156,55 +152,15 @@ def make_rows(
     rows = []
     for index in range(count):
         text = list(text_rows[index % len(text_rows)])
-        ids, labels = text, text
-        if rng.random() >= PLAIN_SHARE:
-            ids, labels = needle_row(rng, text, encode, rng.randint(1, most_questions))
-        rows.append({"input_ids": ids, "labels": labels})
+        if rng.random() < PLAIN_SHARE:
+            rows.append({"input_ids": text, "labels": text})
+        else:
+            rows.append(needle_row(rng, text, encode, rng.randint(1, most_questions)))
     return rows
 
 
-def mean_loss(metrics: Path, last: bool) -> float:
-    """Mean training loss of the first or last steps of a `metrics.jsonl`, in nats per learned token."""
-    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-    chosen = losses[-AVERAGED_STEPS:] if last else losses[:AVERAGED_STEPS]
-    return sum(chosen) / len(chosen)
-
-
-def table(folder: Path) -> str:
-    """The result of a quickstart run: what the table says is read from the files that the run wrote.
-
-    Args:
-        folder: with stage1, stage2, perplexity.json, and summary.json in needle-before and needle-after.
-    """
-    before, after = (
-        json.loads((folder / "perplexity.json").read_text())["models"][str(folder / stage)]["by_position"]
-        for stage in ("stage1", "stage2")
-    )
-    found = [
-        json.loads((folder / name / "summary.json").read_text())["tasks"]["needle"]["by_length"]
-        for name in ("needle-before", "needle-after")
-    ]
-    lengths = [json.loads((folder / stage / "args.json").read_text())["seq_length"] for stage in ("stage1", "stage2")]
-
-    def line(name: str, left: str, right: str) -> str:
-        return f"{name:<46}{left:>12}{right:>12}"
-
-    lines = [line("training loss (nats per learned token)", "first steps", "last steps")]
-    for stage, length in zip(("stage1", "stage2"), lengths, strict=True):
-        metrics = folder / stage / "metrics.jsonl"
-        losses = [f"{mean_loss(metrics, last):.2f}" for last in (False, True)]
-        lines.append(line(f"  {stage}, rows of {length} tokens", *losses))
-    lines += ["", line("context extension", "before", "after"), line("  trained on rows of", *map(str, lengths))]
-    for left, right in zip(before, after, strict=True):
-        name = f"  perplexity, unseen text, tokens {left['from']}-{left['to']}"
-        lines.append(line(name, f"{left['perplexity']:.1f}", f"{right['perplexity']:.1f}"))
-    for length in found[0]:
-        shares = [f"{100 * result[length]['accuracy']:.0f} %" for result in found]
-        lines.append(line(f"  needle found in {length} tokens", *shares))
-    return "\n".join(lines)
-
-
-def _model(args: argparse.Namespace) -> None:
+def write_model(args: argparse.Namespace) -> None:
+    """Write the tokenizer and the model that training starts from."""
     tokenizer = build_tokenizer(args.text.read_text(encoding="utf-8"))
     model = build_model(args.window)
     tokenizer.save_pretrained(args.output_dir)
@@ -212,18 +168,24 @@ def _model(args: argparse.Namespace) -> None:
     print(f"a Llama with {model.num_parameters():,} random parameters and {len(tokenizer)} tokens: {args.output_dir}")
 
 
-def _rows(args: argparse.Namespace) -> None:
+def write_rows(args: argparse.Namespace) -> None:
+    """Write rows with needles, and print one."""
     from datasets import Dataset, load_from_disk
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     text_rows = load_from_disk(str(args.text_rows))["input_ids"][:]
-    rows = make_rows(
-        text_rows, lambda text: tokenizer.encode(text, add_special_tokens=False), args.rows, args.most_questions
-    )
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    rows = make_rows(text_rows, encode, args.rows, args.most_questions)
     Dataset.from_list(rows).save_to_disk(args.output_dir)
-    example = next(row["input_ids"] for row in rows if IGNORED_LABEL in row["labels"])
+    example = next(row["input_ids"] for row in rows if IGNORE_INDEX in row["labels"])
     print(f"{len(rows)} rows of {len(example)} tokens: {args.output_dir}; one of them:\n{tokenizer.decode(example)!r}")
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -232,25 +194,19 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parts = parser.add_subparsers(required=True)
-    model = parts.add_parser("model", help="tokenizer and model")
+    model = parts.add_parser("model", help="make a tokenizer and a model")
     model.add_argument("--text", type=Path, required=True, help="text file that the tokenizer learns its words from")
-    model.add_argument("--window", type=int, required=True, help="tokens of the first stage's rows")
-    model.add_argument("--output-dir", required=True)
-    model.set_defaults(run=_model)
-    rows = parts.add_parser("rows", help="rows with needles, from rows of text")
+    model.add_argument("--window", type=_count, required=True, help="tokens of the first stage's rows")
+    model.set_defaults(run=write_model)
+    rows = parts.add_parser("rows", help="hide needles in rows of text")
     rows.add_argument("--text-rows", type=Path, required=True, help="folder of rows written by prepare_data.py")
     rows.add_argument("--tokenizer", required=True, help="folder of the model")
-    rows.add_argument("--rows", type=int, required=True, help="rows to write")
-    rows.add_argument("--most-questions", type=int, required=True, help="a number is asked for 1 to this many times")
-    rows.add_argument("--output-dir", required=True)
-    rows.set_defaults(run=_rows)
-    result = parts.add_parser("table", help="the results of a run")
-    result.add_argument("folder", type=Path, help="output of train_scripts/quickstart.sh")
-    result.set_defaults(run=lambda args: print(table(args.folder)))
+    rows.add_argument("--rows", type=_count, required=True, help="rows to write")
+    rows.add_argument("--most-questions", type=_count, required=True, help="a number is asked for 1 to this many times")
+    rows.set_defaults(run=write_rows)
+    for part in (model, rows):
+        part.add_argument("--output-dir", required=True, help="folder to write")
     args = parser.parse_args(arguments)
-    for flag in ("window", "rows", "most_questions"):
-        if getattr(args, flag, 1) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
     args.run(args)
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from examples import quickstart
+from train_scripts.quickstart import table
 
 TEXT = "It was a bright day, and the garden of the old house lay still; nobody spoke of the year 1815. " * 40
 LENGTH = 64
@@ -42,7 +43,7 @@ def test_model_starts_with_equal_but_separate_embeddings():
 def test_needle_row_teaches_the_answers_only(tokenizer, encode):
     for seed in range(20):
         rng = random.Random(seed)
-        ids, labels = quickstart.needle_row(rng, text_rows(encode)[0], encode, 2)
+        ids, labels = quickstart.needle_row(rng, text_rows(encode)[0], encode, 2).values()
         assert len(ids) == len(labels) == LENGTH
         learned = [(token, label) for token, label in zip(ids, labels, strict=True) if label != -100]
         assert all(token == label for token, label in learned)
@@ -81,7 +82,7 @@ def test_table_shows_the_numbers_of_the_files(tmp_path):
         (tmp_path / name).mkdir()
         summary = {"tasks": {"needle": {"by_length": {"256": {"accuracy": accuracy}}}}}
         (tmp_path / name / "summary.json").write_text(json.dumps(summary))
-    lines = [line.split() for line in quickstart.table(tmp_path).splitlines()]
+    lines = [line.split() for line in table(tmp_path).splitlines()]
     assert ["stage1,", "rows", "of", "64", "tokens", "5.05", "3.05"] in lines
     assert ["perplexity,", "unseen", "text,", "tokens", "64-128", "50.0", "33.3"] in lines
     assert ["needle", "found", "in", "256", "tokens", "12", "%", "97", "%"] in lines

@@ -1,4 +1,4 @@
-"""Recipes and launch configurations: every printed command parses, the stages are the published ones and chain."""
+"""Recipes and launch configurations: every command parses, the stages are the published ones and chain."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import yaml
 from launching import REPOSITORY
 
 from easy_context.training.arguments import parse_arguments
+from train_scripts import multi_stage, stages
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 PROCESSES = 8  # of single_node.yaml, which the recipes use
@@ -35,36 +36,54 @@ DANUBE_2 = [
     (128_000, 30e6, 200),
     (256_000, 100e6, 200),
 ]
-RECIPES = {"EasyContext-1M-Llama-2-7B.sh": LLAMA_2, "EasyContext-256K-danube2.sh": DANUBE_2}
+RECIPES = {multi_stage.llama_2_7b: LLAMA_2, multi_stage.danube2: DANUBE_2}
+LAUNCHERS = ("EasyContext-1M-Llama-2-7B.sh", "EasyContext-256K-danube2.sh")
+VARIABLES = ("MODEL", "DATA", "CONFIG", "NUM_PROCESSES", "OUTPUT", "SAVE_MINUTES", "EXTRA", "DRY_RUN")
 
 
-def run(recipe, environment, **options):
-    clean = {key: value for key, value in os.environ.items() if key not in ("MODEL", "DATA", "CONFIG", "NUM_PROCESSES")}
-    return subprocess.run(
-        ["bash", str(REPOSITORY / "train_scripts" / recipe)],
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """`run(recipe, NAME=value, ..., fails_at=name)`: the commands that it runs, each of which saves a model."""
+    monkeypatch.chdir(tmp_path)
+    ran: list[list[str]] = []
 
+    def save_model(command, output=None):
+        ran.append(command)
+        folder = Path(command[command.index("--output-dir") + 1])
+        if folder.name == fails_at:
+            return 3
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+        return 0
 
-def dry_run(recipe, **environment):
-    """The words of every command that a recipe prints."""
-    result = run(recipe, {"DRY_RUN": "1"} | environment, check=True)
-    return [shlex.split(line) for line in result.stdout.splitlines()]
+    fails_at = None
+    monkeypatch.setattr(stages, "run", save_model)
+
+    def start(recipe, fails_at_stage=None, **variables):
+        nonlocal fails_at
+        fails_at = fails_at_stage
+        ran.clear()
+        with pytest.MonkeyPatch.context() as environment:
+            for name in VARIABLES:
+                environment.delenv(name, raising=False)
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            recipe()
+        return ran
+
+    start.ran = ran
+    return start
 
 
 def train_arguments(command):
-    """What train.py understands of an `accelerate launch ... train.py ...` command."""
+    """Return what train.py understands of an `accelerate launch ... train.py ...` command."""
     assert command[:2] == ["accelerate", "launch"]
     return parse_arguments(command[command.index("train.py") + 1 :])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_stages_are_the_published_ones_and_every_flag_parses(recipe):
-    stages = [train_arguments(command) for command in dry_run(recipe)]
+def test_stages_are_the_published_ones_and_every_flag_parses(run, recipe):
+    stages = [train_arguments(command) for command in run(recipe)]
     assert [(s.seq_length, s.rope_theta, s.max_train_steps) for s in stages] == RECIPES[recipe]
     for stage in stages:
         split = stage.parallel_mode != "data_parallel"
@@ -73,18 +92,19 @@ def test_stages_are_the_published_ones_and_every_flag_parses(recipe):
         assert 0.9e6 < rows * stage.seq_length < 1.1e6, "about 1M tokens a step"
         assert stage.seq_length % (2 * PROCESSES) == 0, "nothing to pad"
         assert stage.lr_scheduler == "constant" and stage.warmup_steps == 0 and stage.mixed_precision == "bf16"
+        assert stage.save_minutes == 30
     assert len({stage.seed for stage in stages}) == len(stages), "no stage repeats the rows of another in their order"
+    assert stages[-1].rope_theta > 0.0424 * stages[-1].seq_length ** 1.628, "the base that the last length needs"
 
 
-def test_learning_rates():
-    rates = {recipe: [train_arguments(command).learning_rate for command in dry_run(recipe)] for recipe in RECIPES}
-    assert rates["EasyContext-1M-Llama-2-7B.sh"] == [2e-5] * 6 + [1e-5]
-    assert rates["EasyContext-256K-danube2.sh"] == [2e-5] * 9
+def test_learning_rates(run):
+    assert [train_arguments(command).learning_rate for command in run(multi_stage.llama_2_7b)] == [2e-5] * 6 + [1e-5]
+    assert [train_arguments(command).learning_rate for command in run(multi_stage.danube2)] == [2e-5] * 9
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_stage_starts_from_the_one_before(recipe):
-    stages = [train_arguments(command) for command in dry_run(recipe, OUTPUT="out", MODEL="start")]
+def test_each_stage_starts_from_the_one_before(run, recipe):
+    stages = [train_arguments(command) for command in run(recipe, OUTPUT="out", MODEL="start")]
     assert stages[0].model == "start"
     for before, after in zip(stages, stages[1:], strict=False):
         assert after.model == before.output_dir
@@ -93,60 +113,63 @@ def test_each_stage_starts_from_the_one_before(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_variables_reach_every_command(recipe):
-    commands = dry_run(
+def test_variables_reach_every_command(run, recipe):
+    commands = run(
         recipe,
         CONFIG="accelerate_configs/two_node.yaml",
         NUM_PROCESSES="16",
         DATA="a folder/rows",
-        EXTRA="--keep-attention cpu --sequence-parallel-size 8",
+        SAVE_MINUTES="5",
+        EXTRA="--keep-attention cpu  --sequence-parallel-size 8 --eval-dataset 'other rows'",
     )
     for command in commands:
         launch = command[: command.index("train.py")]
         assert launch[2:] == ["--config_file", "accelerate_configs/two_node.yaml", "--num_processes", "16"]
         args = train_arguments(command)
         assert args.dataset == "a folder/rows" and args.keep_attention == "cpu" and args.sequence_parallel_size == 8
-
-
-@pytest.fixture
-def fake_accelerate(tmp_path):
-    """`accelerate` that notes its arguments and saves a "model"; fails at the stage that FAIL_AT names."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "accelerate").write_text(
-        "#!/usr/bin/env bash\n"
-        'while [ "$1" != --output-dir ]; do shift; done\n'
-        'echo "$2" >> "$LOG"\n'
-        'case $2 in *"${FAIL_AT:-nothing}"*) exit 3;; esac\n'
-        'mkdir -p "$2" && touch "$2/config.json"\n'
-    )
-    (folder / "accelerate").chmod(0o755)
-    log = tmp_path / "log"
-
-    def call(recipe, **environment):
-        log.write_text("")
-        paths = {"PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(log), "OUTPUT": str(tmp_path / "out")}
-        result = run(recipe, paths | environment)
-        return result, [Path(line).name for line in log.read_text().splitlines()]
-
-    return call
+        assert args.save_minutes == 5 and args.eval_dataset == "other rows"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_stage_that_fails_stops_the_script_and_a_second_run_goes_on_there(fake_accelerate, recipe):
-    names = [Path(train_arguments(command).output_dir).name for command in dry_run(recipe)]
-    result, ran = fake_accelerate(recipe, FAIL_AT=names[2])
-    assert result.returncode != 0
-    assert ran == names[:3]
-    assert f"stage {names[2]} failed; run the script again" in result.stderr
+def test_a_stage_that_fails_stops_the_script_and_a_second_run_goes_on_there(run, recipe, capsys):
+    names = [Path(train_arguments(command).output_dir).name for command in run(recipe, OUTPUT="first")]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run(recipe, fails_at_stage=names[2])
+    assert ended.value.code == 3
+    assert [Path(train_arguments(command).output_dir).name for command in run.ran] == names[:3]
+    printed = capsys.readouterr()
+    assert f"{names[2]} failed with status 3; run the script again to go on with it\n" in printed.err
+    assert shlex.split(printed.err.splitlines()[-1]) == run.ran[-1]
 
-    result, ran = fake_accelerate(recipe)
-    assert result.returncode == 0, result.stderr
-    assert ran == names[2:]
-    assert f"== {names[0]} is finished" in result.stdout
+    assert [Path(train_arguments(command).output_dir).name for command in run(recipe)] == names[2:]
+    assert f"== {names[0]}: finished earlier" in capsys.readouterr().out
+    assert run(recipe) == []
 
-    result, ran = fake_accelerate(recipe)
-    assert result.returncode == 0 and ran == []
+
+def test_the_last_step_to_1m_tokens_is_told(run, capsys):
+    run(multi_stage.llama_2_7b)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("== for 1M tokens") and "--rope-theta 1e9" in last and "output/7B_512K_rope_250M/" in last
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_prints_commands_that_a_shell_takes(launcher, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment |= {"DRY_RUN": "1", "DATA": "a folder/rows", "OUTPUT": str(tmp_path)}
+    result = subprocess.run(
+        ["bash", REPOSITORY / "train_scripts" / launcher],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    commands = [shlex.split(line) for line in result.stdout.splitlines() if not line.startswith("# ")]
+    assert len(commands) == (7 if "Llama" in launcher else 9)
+    assert {train_arguments(command).dataset for command in commands} == {"a folder/rows"}
+    assert not list(tmp_path.iterdir())
 
 
 def yaml_of(name):
