@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from easy_context.data.columns import IGNORE_INDEX
+from easy_context.common.constants import IGNORE_INDEX
 
 NEEDLE = " The secret number is {value}."
 QUESTION = " The secret number is"

@@ -11,8 +11,9 @@
 # off: after 2.6 M tokens in rows of 16K, perplexity on Emma's first 4K tokens was 24.9 without it and 27.2 at best with
 # it (original model: 25.0).
 #
-# When the script runs again, finished stages are skipped. OUTPUT/finished-STAGE holds the settings that a stage was made
-# with, and the script stops where they are others now. Variables and their defaults:
+# When the script runs again, finished stages are skipped and a training stage that was cut off goes on from its last
+# checkpoint. OUTPUT/finished-STAGE holds the settings that a stage was made with, and the script stops where they are
+# others now. Variables and their defaults:
 #   MODEL     model to start from: hub name or folder        (HuggingFaceTB/SmolLM2-135M-Instruct)
 #   TEXTS     folder with treasury_of_david.txt and world_english_bible.txt, plain or .gz, .xz, .bz2   (texts)
 #   OUTPUT    folder of the results                          (output/SmolLM2-135M-128K)
@@ -26,6 +27,7 @@
 #   RETRIEVAL   its --retrieval-fraction                     (0.5)
 #   TEXT_LABELS   its --retrieval-text-labels                (0.1)
 #   SAMPLES   needle prompts for each length and depth       (4)
+#   SAVE_MINUTES   minutes between checkpoints, from which a training stage that was cut off goes on; 0 for none   (30)
 #   PYTHON    interpreter; .venv/bin/python where it is there   (python)
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -25,7 +25,7 @@ TRAIN = """{python} -m accelerate.commands.launch {multi_gpu} --num_processes {g
     --eval-dataset {output}/rows-{length}/validation --eval-every {steps} --output-dir {output}/model-{length}
     --overwrite --seq-length {length} {theta} --parallel_mode {mode} --batch-size 1 --gradient-accumulate-every 1
     --max-train-steps {steps} --learning-rate {rate} --warmup-steps 10 --lr-scheduler cosine
-    --gradient-checkpointing full"""
+    --gradient-checkpointing full --save-minutes {save_minutes}"""
 PERPLEXITY = """{python} {torchrun} eval_ppl.py --model {model} --model {final} --text data/haystack/emma.txt
     --min-tokens 4096 --max-tokens 196608 --tokens-step 4096 --output-file {output}/perplexity.csv"""
 PERPLEXITY_PICTURE = "{python} plot.py perplexity {output}/perplexity.csv --output {output}/perplexity.png"
@@ -53,6 +53,7 @@ class Settings:
     retrieval: str = "0.5"
     text_labels: str = "0.1"
     samples: str = "4"
+    save_minutes: str = "30"
     python: str = "python"
 
     @classmethod
@@ -72,6 +73,7 @@ _SHARE = r"0?\.\d+|0|1"
 _STAGE = rf"[1-9]\d{{0,8}}:[1-9]\d{{0,8}}:({_NUMBER})(e-?\d+)?"
 _FORMS = {  # what a setting must match, and the words for it
     "gpus": (r"\d*", "a number of GPUs"),
+    "save_minutes": (r"\d+(\.\d+)?", "a number of minutes, 0 for no checkpoints"),
     "samples": (r"[1-9]\d*", "a whole number above 0"),
     "factor": (r"([2-9]|[1-9]\d+)(\.\d+)?|1\.\d*[1-9]\d*", "a number above 1, such as 16"),
     "attention_factor": (rf"({_NUMBER})?", "a number above 0, such as 1, or empty"),

@@ -49,11 +49,13 @@ def run(command: Sequence[str], output: TextIO | None = None) -> int:
     Returns:
         Its exit status as a shell counts it; 128 + number where a signal was passed on, however the command ended.
     """
-    child, arrived = None, []
+    child, arrived, early = None, [], []
 
-    def pass_on(number: int, _: Any) -> None:
+    def pass_on(number: int, _: Any = None) -> None:
         arrived.append(number)
-        if child is not None:
+        if child is None:
+            early.append(number)
+        elif _is_alive(child.pid):
             os.killpg(child.pid, number)
 
     earlier = {number: signal.signal(number, pass_on) for number in _PASSED_ON if _is_heard(number)}
@@ -62,6 +64,8 @@ def run(command: Sequence[str], output: TextIO | None = None) -> int:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT, process_group=0
         )
+        for number in early:
+            pass_on(number)
         status = child.wait()
         while arrived and _is_alive(child.pid):  # a launcher may end before what it launched
             time.sleep(0.1)

@@ -67,7 +67,9 @@ def parse(script, flags):
     return importlib.import_module(homes.get(script, script.removesuffix(".py"))).parse_arguments(flags)
 
 
-@pytest.mark.parametrize("variables", [{}, {"ROPE": "2e7", "GPUS": "1"}, {"GPUS": "8", "ROPE": "linear"}])
+@pytest.mark.parametrize(
+    "variables", [{}, {"ROPE": "2e7", "GPUS": "1", "SAVE_MINUTES": "0.5"}, {"GPUS": "8", "ROPE": "linear"}]
+)
 def test_every_command_of_the_recipe_parses(recipe, variables):
     commands, _ = recipe(DRY_RUN="1", **variables)
     scripts = [script for script, _ in commands]
@@ -80,6 +82,7 @@ def test_every_command_of_the_recipe_parses(recipe, variables):
     assert train[1].model == train[0].output_dir
     mode = "data_parallel" if variables.get("GPUS") == "1" else "zigzag_ring_attn"
     assert {options.parallel_mode for options in train} == {mode}
+    assert {options.save_minutes for options in train} == {float(variables.get("SAVE_MINUTES", 30))}
     assert not recipe.output.exists()
 
 
@@ -196,6 +199,7 @@ def test_stages_can_go_on(recipe):
         ("FACTOR", "0", "a number above 1"),
         ("FACTOR", "0.5", "a number above 1"),
         ("FACTOR", "1", "a number above 1"),
+        ("SAVE_MINUTES", "-1", "a number of minutes"),
         ("SAMPLES", "0", "a whole number above 0"),
     ],
 )

@@ -122,7 +122,7 @@ Recipe("recipe.sh", {str(tmp_path)!r}).stage("name", {command!r}, settings="A=1"
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert out == "stopping\nsaved\n"
-    assert err == "recipe.sh: name was interrupted; run the script again to go on with it\n"
+    assert err.endswith("recipe.sh: name was interrupted; run the script again to go on with it\n")
     assert process.returncode == 128 + number
     assert not (tmp_path / "finished-name").exists()
 
@@ -149,3 +149,17 @@ def test_ignored_signals_stay_ignored():
         assert run(shell("kill -HUP $$; exit 4")) == 4
     finally:
         signal.signal(signal.SIGHUP, earlier)
+
+
+def test_a_signal_that_arrives_while_the_command_starts_is_passed_on(monkeypatch, tmp_path):
+    start = subprocess.Popen
+
+    def start_slowly(*words, **options):
+        child = start(*words, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # the handler runs before the caller knows the child
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", start_slowly)
+    assert run(shell(f"sleep 5; touch {tmp_path}/undisturbed")) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
