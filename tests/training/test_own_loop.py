@@ -1,4 +1,4 @@
-"""The code blocks of README's and docs/own_loop.md's training loops, run as they are, against one process at 1e-5."""
+"""The code blocks of docs/own_loop.md, run as they are, against one process at 1e-5."""
 
 import re
 
@@ -22,8 +22,7 @@ def python_blocks(document: str, heading: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
-README_LOOP, TRAINER, GATHERING = (
-    *python_blocks("README.md", "## In another training loop"),
+TRAINER, LOOP, GATHERING = (
     *python_blocks("docs/own_loop.md", "## With the Hugging Face Trainer"),
     *python_blocks("docs/own_loop.md", "## With a loop of your own"),
 )
@@ -72,7 +71,7 @@ def run_loop(rank: int, world_size: int, folder: str):
     namespace = {"name": folder, "device": "cpu", "steps": steps, "input_ids": steps[-1][-1][0]}
     adamw, torch.optim.AdamW = torch.optim.AdamW, gradient_descent
     try:
-        exec(README_LOOP, namespace)
+        exec(LOOP, namespace)
         exec(GATHERING, namespace)
     finally:
         torch.optim.AdamW = adamw
