@@ -13,6 +13,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+ANY_MODE = "easy_context"  # the attn_implementation that stands for whichever mode is applied
 # A layer passes these to its attention function; other values than the neutral one change what is computed.
 _NEUTRAL = {"softcap": None, "s_aux": None, "head_mask": None, "is_causal": True}
 
@@ -31,7 +32,7 @@ class _OneAttentionFunction:
 
 
 def modeling_module(model_type: str) -> Any:
-    """The module whose names are rebound.
+    """Return the module whose names are rebound.
 
     Raises:
         ValueError: the model family is not supported.
@@ -45,20 +46,21 @@ def modeling_module(model_type: str) -> Any:
 
 
 def head_dim(config: Any) -> int:
-    """Width of an attention head, which not every config names."""
+    """Return the width of an attention head, which not every config names."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rebind(
     model_type: str, name: str, attention: Callable, create_mask: Callable, wrap_loss: Callable
 ) -> Callable[[], None]:
-    """Rebind one family's attention and masks, wrap its losses, and register `attention` as attn_implementation `name`.
+    """Rebind one family's attention and masks, and wrap its losses.
 
-    transformers takes a name with "flash" in it for a FlashAttention package and does not load a model by it; the
-    rebinding serves those modes all the same.
+    The rebinding serves a model of any attn_implementation. `attention` is also registered as attn_implementation
+    ANY_MODE and `name`. transformers takes a name with "flash" in it, such as dist_flash_attn, for a FlashAttention
+    package, so that only ANY_MODE loads a model there.
 
     Returns:
-        a function that restores everything.
+        A function that restores everything.
     """
     module = modeling_module(model_type)
     replacements = {
@@ -73,23 +75,25 @@ def rebind(
     # The loss of every head (causal, classification, ...) is looked up through this property of their common base.
     base, of_any_model = _base_class(module), PreTrainedModel.loss_function
     base.loss_function = property(lambda model: wrap_loss(of_any_model.fget(model)), of_any_model.fset)
-    registered_before = AttentionInterface._global_mapping.get(name)
-    AttentionInterface.register(name, attention)
+    registered_before = {key: AttentionInterface._global_mapping.get(key) for key in (ANY_MODE, name)}
+    for key in registered_before:
+        AttentionInterface.register(key, attention)
 
     def restore() -> None:
         for key, value in originals.items():
             setattr(module, key, value)
         del base.loss_function
-        if registered_before is None:
-            AttentionInterface._global_mapping.pop(name, None)
-        else:
-            AttentionInterface.register(name, registered_before)
+        for key, earlier in registered_before.items():
+            if earlier is None:
+                AttentionInterface._global_mapping.pop(key, None)
+            else:
+                AttentionInterface.register(key, earlier)
 
     return restore
 
 
 def _base_class(module: Any) -> type:
-    """The class from which all models of a family's modeling module derive."""
+    """Return the class from which all models of a family's modeling module derive."""
     return next(
         value
         for name, value in vars(module).items()
@@ -97,12 +101,12 @@ def _base_class(module: Any) -> type:
     )
 
 
-def refuse_cache(cache: Any, rows: int) -> None:
+def refuse_cache(cache: Any, tokens: int) -> None:
     """Raise ValueError if earlier tokens are cached: each rank would cache only its shard."""
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            f"a key-value cache of {cache.get_seq_length()} tokens before {rows} new ones cannot be honoured: give the "
-            "whole row in one forward pass, or generate after remove_seq_parallel_monkey_patch()"
+            f"a key-value cache of {cache.get_seq_length()} tokens before {tokens} new ones cannot be honoured: give "
+            "the whole row in one forward pass, or generate after remove_seq_parallel_monkey_patch()"
         )
 
 

@@ -139,13 +139,22 @@ def test_any_attn_implementation_loaded_before_or_after_the_patch(pool):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_loads_by_the_name_of_the_applied_mode(mode):
-    if "flash" in mode:  # transformers takes every such name for a FlashAttention package; the rebinding serves it
+def test_a_model_loads_by_the_name_of_the_applied_mode_and_by_easy_context(mode):
+    """transformers takes every name with "flash" for a FlashAttention package: there the second one must serve."""
+    if "flash" in mode:
         with patched(mode), pytest.raises((ValueError, ImportError), match="(?i)flash"):
             family_model("llama", mode)
-        return
-    setting = Setting(mode, attn_implementation=mode)
-    check_result(setting, run_setting(setting), setting.expected(), 1)
+    for name in ("easy_context",) if "flash" in mode else ("easy_context", mode):
+        setting = Setting(mode, attn_implementation=name)
+        check_result(setting, run_setting(setting), setting.expected(), 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loaded_model_can_be_set_to_easy_context(mode):
+    model = family_model("llama", "sdpa")
+    with patched(mode):
+        model.set_attn_implementation("easy_context")
+        assert model.config._attn_implementation == "easy_context"
 
 
 def test_a_shard_without_any_target(pool):
