@@ -11,11 +11,10 @@ divided by the number of GPUs. docs/performance.md explains the method and holds
 
 import argparse
 
-from easy_context.training.arguments import KERNELS as KERNEL_CHOICES
+from easy_context.kernels import KERNELS
 
 from .flags import at_least, check_distinct, check_lengths, check_output, launched_processes, make_parser
 
-KERNELS = KERNEL_CHOICES[1:]  # without "auto": every row names its kernel
 OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
 CANDIDATES = ("zigzag_all_gather",)  # not in the package
 PEERS = ("ring_flash_attn", "yunchang_ulysses", "yunchang_usp", "context_parallel")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from easy_context.attention import AttentionPlan, sequence_parallel_attention
+from easy_context.attention import AttentionSettings, sequence_parallel_attention
 from easy_context.kernels import AttentionMask, select_kernel
-from easy_context.modes import get_mode
+from easy_context.mesh import CurrentMesh
+from easy_context.modes import find_mode
 
 from . import peers
 from .loopback import alone
@@ -74,27 +74,26 @@ def list_cases(args: argparse.Namespace, world: World) -> list[Case]:
     return cases
 
 
-def our_plan(mode_name: str, kernel_name: str, args: argparse.Namespace, world: World) -> AttentionPlan:
+def our_settings(mode_name: str, kernel_name: str, args: argparse.Namespace, world: World) -> AttentionSettings:
     """Return how one of our modes computes with one kernel over all processes of the run."""
-    mode = ZigzagAllGather() if mode_name == ZigzagAllGather.name else get_mode(mode_name)
-    return AttentionPlan(
-        mode=mode,
+    mode_class = ZigzagAllGather if mode_name == ZigzagAllGather.name else find_mode(mode_name)
+    return AttentionSettings(
+        mode=mode_class.over(CurrentMesh()),
+        kernel=select_kernel(kernel_name, world.device, torch.bfloat16, args.head_dim),
         scale=args.head_dim**-0.5,
         mask=AttentionMask(causal=True),
-        kernel=select_kernel(kernel_name, world.device, torch.bfloat16, args.head_dim),
-        group=None if mode_name == "data_parallel" or world.size == 1 else dist.group.WORLD,
     )
 
 
 def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world: World) -> peers.AttentionMethod:
     """Return one of our modes with one kernel."""
-    plan = our_plan(mode_name, kernel_name, args, world)
-    run = functools.partial(sequence_parallel_attention, plan=plan)
-    return peers.AttentionMethod(run, peers.shard_as(plan.mode))
+    settings = our_settings(mode_name, kernel_name, args, world)
+    run = functools.partial(sequence_parallel_attention, settings=settings)
+    return peers.AttentionMethod(run, settings.mode.shard)
 
 
 def lone_method(
     mode_name: str, kernel_name: str, rank: int, size: int, args: argparse.Namespace, world: World
 ) -> peers.AttentionMethod:
     """Return one rank's part of one of our modes, without communication."""
-    return alone(our_plan(mode_name, kernel_name, args, world), rank, size)
+    return alone(our_settings(mode_name, kernel_name, args, world), rank, size)

@@ -11,9 +11,11 @@ import types
 
 import torch
 
-from easy_context.attention import AttentionPlan, sequence_parallel_attention
-from easy_context.kernels import AttentionKernel, AttentionMask, select_kernel
-from easy_context.modes import get_mode
+from easy_context.attention import AttentionSettings, sequence_parallel_attention
+from easy_context.kernels import AttentionMask, select_kernel
+from easy_context.kernels.base import AttentionKernel
+from easy_context.mesh import Mesh
+from easy_context.modes import build_mode
 
 NOTE = "PyTorch's FA2 op in place of flash-attn"
 
@@ -82,8 +84,8 @@ def flash_attn_func(
     """flash-attn's differentiable function on one device."""
     _refuse(dropout_p, *window_size, softcap, alibi_slopes)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    plan = AttentionPlan(get_mode("data_parallel"), scale, AttentionMask(causal=causal), _kernel(q), None)
-    return sequence_parallel_attention(q, k, v, plan)
+    settings = AttentionSettings(build_mode("data_parallel", Mesh()), _kernel(q), scale, AttentionMask(causal=causal))
+    return sequence_parallel_attention(q, k, v, settings)
 
 
 def _refuse(dropout, window_left, window_right, softcap, alibi_slopes) -> None:

@@ -5,7 +5,6 @@ copy of one sent, on the device itself. Results are wrong, shapes, kernels and t
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
 from unittest import mock
@@ -15,20 +14,17 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from easy_context import communication
-from easy_context.attention import AttentionPlan, sequence_parallel_attention
+from easy_context.attention import AttentionSettings, sequence_parallel_attention
+from easy_context.mesh import Mesh
 
 from .peers import AttentionMethod
 
 
-def alone(plan: AttentionPlan, rank: int, size: int) -> AttentionMethod:
-    """What rank `rank` of `size` does under the plan's mode and kernel; the plan's group is not used."""
-
-    def run(q, k, v):
-        return sequence_parallel_attention(q, k, v, dataclasses.replace(plan, group=dist.group.WORLD))
-
+def alone(settings: AttentionSettings, rank: int, size: int) -> AttentionMethod:
+    """Return what rank `rank` of `size` does; the settings' mode must be over a `CurrentMesh`."""
     return AttentionMethod(
-        run,
-        lambda tensor: plan.mode.shard(tensor, rank, size),
+        functools.partial(sequence_parallel_attention, settings=settings),
+        type(settings.mode).over(Mesh(sequence_rank=rank, sequence_size=size)).shard,
         note="without communication",
         session=functools.partial(_lone_rank, rank, size),
     )

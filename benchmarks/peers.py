@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from easy_context.attention import AttentionPlan, sequence_parallel_attention
-from easy_context.engines import get_engine
+from easy_context.attention import AttentionSettings, sequence_parallel_attention
 from easy_context.kernels import AttentionMask
-from easy_context.modes import ParallelMode, get_mode
+from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.modes import build_mode
 
 from .flash_attn_shim import ensure_flash_attn
 
@@ -45,10 +45,9 @@ class AttentionMethod:
     session: Callable[[], contextlib.AbstractContextManager] = field(default=contextlib.nullcontext)
 
 
-def shard_as(mode: ParallelMode) -> Callable[[torch.Tensor], torch.Tensor]:
+def shard_as(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """How a mode splits a row over all ranks of the run."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return lambda tensor: mode.shard(tensor, rank, size)
+    return build_mode(mode, CurrentMesh()).shard
 
 
 def ring_flash_attn() -> AttentionMethod:
@@ -57,14 +56,14 @@ def ring_flash_attn() -> AttentionMethod:
     The engine makes the calls that the library's own autograd function makes, so the peer loses nothing.
     """
     note = ensure_flash_attn()
-    mode, select_kernel = get_engine("library", "zigzag_ring_attn")
+    mode = build_mode("zigzag_ring_attn", CurrentMesh(), engine="library")
 
     def run(q, k, v):
-        kernel = select_kernel(q.device, q.dtype, q.shape[-1])
-        plan = AttentionPlan(mode, q.shape[-1] ** -0.5, AttentionMask(causal=True), kernel, dist.group.WORLD)
-        return sequence_parallel_attention(q, k, v, plan)
+        kernel = mode.select_kernel("auto", q.device, q.dtype, q.shape[-1])
+        settings = AttentionSettings(mode, kernel, q.shape[-1] ** -0.5, AttentionMask(causal=True))
+        return sequence_parallel_attention(q, k, v, settings)
 
-    return AttentionMethod(run, shard_as(get_mode("zigzag_ring_attn")), note=note or "")
+    return AttentionMethod(run, mode.shard, note=note or "")
 
 
 def yunchang_ulysses() -> AttentionMethod:
@@ -78,7 +77,7 @@ def yunchang_ulysses() -> AttentionMethod:
     from yunchang.kernels import AttnType
 
     layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.FA)
-    shard = shard_as(get_mode("ulysses_attn"))
+    shard = shard_as("ulysses_attn")
     return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard, note=note or "")
 
 
@@ -95,7 +94,8 @@ def yunchang_usp() -> AttentionMethod:
     layer = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
 
     def shard(tensor):
-        return get_mode("zigzag_ring_attn").shard(tensor, rank // ulysses, ring).chunk(ulysses, dim=1)[rank % ulysses]
+        of_ring = build_mode("zigzag_ring_attn", Mesh(sequence_rank=rank // ulysses, sequence_size=ring)).shard(tensor)
+        return of_ring.chunk(ulysses, dim=1)[rank % ulysses]
 
     degrees = f"Ulysses {ulysses} × ring {ring}"
     return AttentionMethod(
@@ -135,7 +135,7 @@ def torch_context_parallel(kernel: str, device: torch.device, repeat_kv: bool) -
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     note = "key heads repeated" if repeat_kv else ""
-    return AttentionMethod(run, shard_as(get_mode("zigzag_ring_attn")), heads_first=True, note=note, session=session)
+    return AttentionMethod(run, shard_as("zigzag_ring_attn"), heads_first=True, note=note, session=session)
 
 
 @contextlib.contextmanager

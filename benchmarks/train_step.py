@@ -16,7 +16,8 @@ becomes a row with the error. docs/performance.md explains the method and holds 
 
 import argparse
 
-from easy_context.training.arguments import KERNELS, MODES
+from easy_context.kernels import KERNELS
+from easy_context.modes import MODES
 
 from .flags import at_least, check_distinct, check_lengths, check_output, launched_processes, make_parser
 
@@ -55,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, help=methods)
     modes = "our parallel modes; default: zigzag_ring_attn on several processes, data_parallel on one"
     parser.add_argument("--modes", nargs="+", choices=MODES, help=modes)
-    parser.add_argument("--attn-kernel", choices=KERNELS, default="auto", help="our kernel")
+    parser.add_argument("--attn-kernel", choices=("auto", *KERNELS), default="auto", help="our kernel")
     checkpointing = "our gradient checkpointing"
     parser.add_argument(
         "--gradient-checkpointing", nargs="+", choices=("none", "full", "offload"), default=["full"], help=checkpointing

@@ -9,10 +9,11 @@ the package has the ring only.
 import torch
 import torch.distributed as dist
 
-from easy_context.communication import group_rank, group_size
-from easy_context.kernels import FULL, AttentionKernel, AttentionMask
+from easy_context.kernels import FULL, AttentionMask
+from easy_context.kernels.base import AttentionKernel
 from easy_context.kernels.merge import merge_block_
-from easy_context.modes.base import accumulator, require_plain_causal
+from easy_context.mesh import Ranks
+from easy_context.modes.base import accumulator
 from easy_context.modes.zigzag_ring_attn import ZigzagRingAttention
 
 CAUSAL = AttentionMask(causal=True)
@@ -24,51 +25,48 @@ class ZigzagAllGather(ZigzagRingAttention):
 
     name = "zigzag_all_gather"
 
-    def forward(self, q, k, v, *, scale, mask, kernel, group):
-        require_plain_causal(mask, self.name)
-        keys, values = self._gather(k, v, group)
+    def _forward(self, q, k, v, scale, mask, kernel):
+        keys, values = self._gather(k, v)
         results = [
             _forward(kernel, queries, keys[:, :end], values[:, :end], scale)
-            for queries, end in zip(q.chunk(2, dim=1), self._ends(q, group), strict=True)
+            for queries, end in zip(q.chunk(2, dim=1), self._ends(q), strict=True)
         ]
         outs, lses = zip(*results, strict=True)
         return torch.cat(outs, dim=1), (torch.cat(lses, dim=2),)
 
-    def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
-        keys, values = self._gather(k, v, group)
-        size = group_size(group)
-        dkv = accumulator(keys.new_empty(0), size).new_zeros(2, *keys.shape)
+    def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
+        keys, values = self._gather(k, v)
+        dkv = accumulator(keys.new_empty(0), self.ranks.size).new_zeros(2, *keys.shape)
         dqs = []
-        parts = zip(*(x.chunk(2, dim=1) for x in (dout, q, out)), residuals[0].chunk(2, dim=2), strict=True)
-        for (dout_part, q_part, out_part, lse), end in zip(parts, self._ends(q, group), strict=True):
-            inputs = (dout_part, q_part, keys[:, :end], values[:, :end], out_part, lse.contiguous())
+        parts = zip(*(x.chunk(2, dim=1) for x in (dout, q, out)), lse.chunk(2, dim=2), strict=True)
+        for (dout_part, q_part, out_part, lse_part), end in zip(parts, self._ends(q), strict=True):
+            inputs = (dout_part, q_part, keys[:, :end], values[:, :end], out_part, lse_part.contiguous())
             dq, *block = _backward(kernel, *inputs, scale)
             dqs.append(dq)
             for total, grad in zip(dkv, block, strict=True):
                 total[:, :end] += grad
-        dk, dv = self._sum_home(dkv, group)
+        dk, dv = self._sum_home(dkv)
         return torch.cat(dqs, dim=1), dk.to(k.dtype), dv.to(v.dtype)
 
-    @staticmethod
-    def _ends(q: torch.Tensor, group: dist.ProcessGroup) -> tuple[int, int]:
+    def _ends(self, q: torch.Tensor) -> tuple[int, int]:
         """Where in the row the early and the late chunk of this rank end."""
-        rank, size, chunk = group_rank(group), group_size(group), q.shape[1] // 2
-        return (rank + 1) * chunk, (2 * size - rank) * chunk
+        rank, chunk = self.ranks.rank, q.shape[1] // 2
+        return (rank + 1) * chunk, (self.multiple_of - rank) * chunk
 
-    def _gather(self, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _gather(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """All keys and values in the row's order: `[2, batch, seq, kv_heads, head_dim]`."""
         kv = torch.stack((k, v))
-        size = group_size(group)
+        size = self.ranks.size
         shards = kv.new_empty(2 * size, *kv.shape[1:])
-        dist.all_gather_into_tensor(shards, kv, group=group)
+        dist.all_gather_into_tensor(shards, kv, group=self.ranks.group)
         return self.unshard(list(shards.chunk(size)), dim=2)
 
-    def _sum_home(self, dkv: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _sum_home(self, dkv: torch.Tensor) -> torch.Tensor:
         """This rank's shard of dk and dv, summed over the ranks: `[2, batch, seq / size, kv_heads, head_dim]`."""
-        size = group_size(group)
-        shards = torch.cat([self.shard(dkv, rank, size, dim=2) for rank in range(size)])
+        size = self.ranks.size
+        shards = torch.cat([type(self)(Ranks(rank, size)).shard(dkv, dim=2) for rank in range(size)])
         mine = shards.new_empty(2, *shards.shape[1:])
-        dist.reduce_scatter_tensor(mine, shards, group=group)
+        dist.reduce_scatter_tensor(mine, shards, group=self.ranks.group)
         return mine
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from .modes import get_mode
+from .modes import find_mode
 from .patch import applied_patch, current_patch
 from .sequence_parallel import require_applied
 
@@ -40,7 +40,7 @@ def prepare_dataloader(
     if (accelerator is None) == (acclerator is None):
         raise TypeError("prepare_dataloader needs one accelerator=")
     accelerator = acclerator if accelerator is None else accelerator
-    if get_mode(seq_algo).name == "data_parallel" and applied_patch() is None:
+    if not find_mode(seq_algo).splits_rows and applied_patch() is None:
         return accelerator.prepare(dataloader)
     patch = current_patch()
     require_applied(seq_algo, patch, "the dataloader is prepared")

@@ -1,6 +1,7 @@
 """The grid of ranks: data-parallel x sequence-parallel."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,6 +9,21 @@ import torch
 import torch.distributed as dist
 
 from .communication import communication_device
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that work together, as one of them sees them.
+
+    Attributes:
+        rank: this process's place among them.
+        size: how many there are.
+        group: their process group; None without torch.distributed, or where nothing is to be sent.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,41 @@ class Mesh:
     sequence_size: int = 1
     data_rank: int = 0
     data_size: int = 1
+
+    @property
+    def sequence(self) -> Ranks:
+        """The ranks that share a row."""
+        return Ranks(self.sequence_rank, self.sequence_size, self.sequence_group)
+
+
+class CurrentRanks:
+    """The attributes of `Ranks`, worked out whenever they are asked for: each run of `size` consecutive ranks.
+
+    `group` makes the groups of all such runs at its first use in a process group, which is collective over all ranks.
+    """
+
+    def __init__(self, size: Callable[[], int], timeout: timedelta | None) -> None:
+        self._size = size
+        self._timeout = timeout
+        self._world: dist.ProcessGroup | None = None  # the world that _group was made of
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return _rank() % self.size
+
+    @property
+    def size(self) -> int:
+        return self._size()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        size = self.size
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not self._world:  # also where a new one has as many ranks
+            self._group = None if world is None else _own_group(size, self._timeout)
+            self._world = world
+        return self._group
 
 
 class CurrentMesh:
@@ -49,18 +100,19 @@ class CurrentMesh:
 
     def __init__(self, sequence_parallel_size: int | None = None, timeout: timedelta | None = None) -> None:
         """`timeout` is that of the collectives of groups made here; None for the backend's default."""
-        self._requested_size = sequence_parallel_size
-        self._timeout = timeout
-        self._world: dist.ProcessGroup | None = None  # the world that _group was made of
-        self._group: dist.ProcessGroup | None = None
+        self.sequence = CurrentRanks(lambda: sequence_size(sequence_parallel_size, _processes()), timeout)
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        return self.sequence.group
 
     @property
     def sequence_rank(self) -> int:
-        return _rank() % self.sequence_size
+        return self.sequence.rank
 
     @property
     def sequence_size(self) -> int:
-        return sequence_size(self._requested_size, _processes())
+        return self.sequence.size
 
     @property
     def data_rank(self) -> int:
@@ -70,34 +122,17 @@ class CurrentMesh:
     def data_size(self) -> int:
         return _processes() // self.sequence_size
 
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        size = self.sequence_size
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if world is not self._world:  # also where a new one has as many ranks
-            self._group = None if world is None else _own_group(size, self._timeout)
-            self._world = world
-        return self._group
 
-
-def sequence_size(requested: int | None, processes: int, mode: str | None = None) -> int:
-    """How many processes share a row.
+def sequence_size(requested: int | None, processes: int) -> int:
+    """Return how many processes share a row.
 
     Args:
-        requested: ranks that share a row; None for all of them, or 1 under data_parallel.
+        requested: ranks that share a row; None for all of them.
         processes: of the launch.
-        mode: the parallel mode; data_parallel never splits a row.
 
     Raises:
-        ValueError: the size means nothing to the mode, or does not divide the processes.
+        ValueError: the size does not divide the processes.
     """
-    if mode == "data_parallel":
-        if requested not in (None, 1):
-            raise ValueError(
-                f"sequence_parallel_size {requested} has no meaning with seq_algo data_parallel, which never splits a "
-                "row: leave it out or choose another mode"
-            )
-        return 1
     size = processes if requested is None else requested
     if size < 1 or processes % size:
         raise ValueError(
@@ -108,7 +143,7 @@ def sequence_size(requested: int | None, processes: int, mode: str | None = None
 
 
 def launched_processes() -> int:
-    """Processes that the launcher says it started; 1 without a launcher."""
+    """Return the number of processes that the launcher says it started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -12,11 +12,12 @@ import torch
 
 from . import huggingface
 from .agreement import check_together
-from .attention import AttentionPlan, sequence_parallel_attention
-from .kernels import AttentionKernel, AttentionMask
+from .attention import AttentionSettings, sequence_parallel_attention
+from .kernels import AttentionMask
+from .kernels.base import AttentionKernel
 from .loss import count_targets
 from .memory.autocast import autocast_dtype
-from .modes import ParallelMode
+from .modes.base import ParallelMode
 from .patch import Patch, current_patch
 
 
@@ -48,19 +49,18 @@ def attention_function(
     else:
         check()
     head_dim = query.shape[-1]
-    plan = AttentionPlan(
+    settings = AttentionSettings(
         mode=patch.mode,
+        kernel=_select_kernel(patch, query),
         scale=head_dim**-0.5 if scaling is None else scaling,
         mask=AttentionMask(causal=True),
-        kernel=_select_kernel(patch, query),
-        group=patch.mesh.sequence_group,
     )
-    out = sequence_parallel_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan)
+    out = sequence_parallel_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), settings)
     return out, None
 
 
 def _select_kernel(patch: Patch, query: torch.Tensor) -> AttentionKernel:
-    return patch.select_kernel(query.device, query.dtype, query.shape[-1])
+    return patch.mode.select_kernel(patch.attn_kernel, query.device, query.dtype, query.shape[-1])
 
 
 def create_mask(
@@ -68,39 +68,40 @@ def create_mask(
 ) -> None:
     """Stand in for Hugging Face's mask builders: refuse what cannot be honoured, once a forward; build nothing."""
     patch = current_patch()
-    size = patch.mesh.sequence_size
-    batch, rows, _ = inputs_embeds.shape
+    ranks = patch.mode.ranks
+    batch, tokens, _ = inputs_embeds.shape
 
     def check() -> dict[str, Any]:
-        huggingface.refuse_cache(options.get("cache", options.get("past_key_values")), rows)
+        huggingface.refuse_cache(options.get("cache", options.get("past_key_values")), tokens)
         huggingface.refuse_padding_mask(attention_mask)
-        huggingface.refuse_model_features(config, rows * size, size)
-        _check_positions(options.get("position_ids"), rows, patch.mode, patch.mesh.sequence_rank, size)
-        return {"batch size": batch, "tokens of the shard": rows, "dtype": inputs_embeds.dtype}
+        huggingface.refuse_model_features(config, tokens * ranks.size, ranks.size)
+        _check_positions(options.get("position_ids"), tokens, patch.mode)
+        return {"batch size": batch, "tokens of the shard": tokens, "dtype": inputs_embeds.dtype}
 
-    check_together(check, patch.mesh.sequence_group, "the ranks that share a row run the model on different shards")
+    check_together(check, ranks.group, "the ranks that share a row run the model on different shards")
     patch.layer_unchecked = True
 
 
-def _check_positions(position_ids: torch.Tensor | None, rows: int, mode: ParallelMode, rank: int, size: int) -> None:
-    """Raise ValueError unless the positions are this rank's shard of 0, 1, 2, ...: no packed documents.
+def _check_positions(position_ids: torch.Tensor | None, tokens: int, mode: ParallelMode) -> None:
+    """Raise ValueError unless the positions of a shard of `tokens` are this rank's part of 0, 1, 2, ...
 
     One process may start anywhere. A shard must come from a row that starts at 0: ranks given different rows would
-    agree by chance.
+    agree by chance. Documents packed with restarting positions are refused.
     """
-    if size > 1 and rows * size % mode.multiple_of(size):
+    rank, size = mode.ranks.rank, mode.ranks.size
+    if size > 1 and tokens * size % mode.multiple_of:
         raise ValueError(
-            f"a shard of {rows} tokens on each of {size} ranks does not come from prepare_seq_parallel_inputs: "
-            f"{mode.name} splits rows into multiples of {mode.multiple_of(size)} tokens"
+            f"a shard of {tokens} tokens on each of {size} ranks does not come from prepare_seq_parallel_inputs: "
+            f"{mode.name} splits rows into multiples of {mode.multiple_of} tokens"
         )
     if position_ids is None:
         return
-    if position_ids.dim() != 2 or position_ids.shape[1] != rows:
+    if position_ids.dim() != 2 or position_ids.shape[1] != tokens:
         raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} do not go with {rows} tokens: give [batch, {rows}]"
+            f"position_ids of shape {tuple(position_ids.shape)} do not go with {tokens} tokens: give [batch, {tokens}]"
         )
-    whole = torch.arange(rows * size, device=position_ids.device).unsqueeze(0)
-    expected = whole if size == 1 else mode.shard(whole, rank, size)  # one process takes any length
+    whole = torch.arange(tokens * size, device=position_ids.device).unsqueeze(0)
+    expected = whole if size == 1 else mode.shard(whole)  # one process takes any length
     start = position_ids[:, :1] if size == 1 else 0
     if not bool((position_ids == expected + start).all()):
         raise ValueError(

@@ -3,7 +3,7 @@
 import functools
 from typing import Any, NoReturn
 
-from .modes import get_mode
+from .modes import find_mode
 from .sequence_parallel import apply_seq_parallel_monkey_patch, prepare_seq_parallel_inputs
 
 prepare_zigzag_ring_attn_inputs = functools.partial(prepare_seq_parallel_inputs, "zigzag_ring_attn")
@@ -24,9 +24,9 @@ apply_ulysses_attn_monkey_patch_llama = functools.partial(apply_seq_parallel_mon
 
 def prepare_usp_attn_inputs(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise ValueError: usp_attn is not there yet."""
-    get_mode("usp_attn")
+    find_mode("usp_attn")
 
 
 def apply_usp_attn_monkey_patch_llama() -> NoReturn:
     """Raise ValueError: usp_attn is not there yet."""
-    get_mode("usp_attn")
+    find_mode("usp_attn")

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .engines import SelectKernel
 from .mesh import CurrentMesh
-from .modes import ParallelMode
+from .modes.base import ParallelMode
 
 
 @dataclass
@@ -19,7 +18,7 @@ class Patch:
         mode: how rows are split and attended to.
         family: the patched model type.
         mesh: the grid of ranks.
-        select_kernel: the kernel for a device, dtype and head_dim.
+        attn_kernel: name of the kernel, or "auto".
         restore: undoes it.
         layer_unchecked: a forward pass has begun, and none of its layers has been checked yet.
     """
@@ -27,7 +26,7 @@ class Patch:
     mode: ParallelMode
     family: str
     mesh: CurrentMesh
-    select_kernel: SelectKernel
+    attn_kernel: str
     restore: Callable[[], None]
     layer_unchecked: bool = False
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from . import huggingface
 from .agreement import check_together
-from .engines import get_engine
 from .loss import IGNORE_INDEX
-from .mesh import CurrentMesh, launched_processes, sequence_size
+from .mesh import CurrentMesh, Mesh, launched_processes
 from .model_hooks import attention_function, create_mask, loss_of_shards
-from .modes import ParallelMode, get_mode
+from .modes import build_mode, find_mode
+from .modes.base import ParallelMode
 from .patch import Patch, applied_patch, current_patch, record_patch
 from .row_checks import check_columns, describe_rows
 
@@ -35,7 +35,7 @@ def apply_seq_parallel_monkey_patch(
         model: the model type (`config.model_type`): llama, mistral, qwen2 or qwen3.
         sequence_parallel_size: ranks that share a row; None for all of them. data_parallel always has 1.
         attn_kernel: "auto" or one of `easy_context.kernels.KERNELS`.
-        attn_engine: one of `easy_context.engines.ENGINES`; "library" needs flash-attn and a library for the mode.
+        attn_engine: one of `easy_context.modes.ENGINES`; "library" needs flash-attn and a library for the mode.
         timeout: of the collectives of groups made here; None for the backend's default.
 
     Returns:
@@ -45,18 +45,20 @@ def apply_seq_parallel_monkey_patch(
         ValueError: an unknown mode, kernel, engine or family, an engine that cannot serve, or a size that does not
             divide the number of processes (if they are not known yet, at first use).
     """
-    mode, select_kernel = get_engine(attn_engine, seq_algo, attn_kernel)
+    mode_class = find_mode(seq_algo, attn_engine)
+    mode_class.check_kernel_name(attn_kernel)
     huggingface.modeling_module(model)
-    if mode.name == "data_parallel":
-        sequence_parallel_size = sequence_size(sequence_parallel_size, 1, mode.name)
+    if not mode_class.splits_rows:
+        sequence_parallel_size = mode_class.sequence_size(sequence_parallel_size, 1)
     mesh = CurrentMesh(sequence_parallel_size, timeout)
+    mode = mode_class.over(mesh)
     if dist.is_initialized():
         mesh.sequence_group  # noqa: B018  made here, where all ranks are
     elif launched_processes() > 1:
-        sequence_size(sequence_parallel_size, launched_processes())
+        mode_class.sequence_size(sequence_parallel_size, launched_processes())
     remove_seq_parallel_monkey_patch()
     restore = huggingface.rebind(model, mode.name, attention_function, create_mask, loss_of_shards)
-    record_patch(Patch(mode, model, mesh, select_kernel, restore))
+    record_patch(Patch(mode, model, mesh, attn_kernel, restore))
     return mesh
 
 
@@ -79,7 +81,7 @@ def prepare_seq_parallel_inputs(
     *,
     check_rows: bool = True,
 ) -> dict[str, torch.Tensor | None]:
-    """This rank's shard of a batch of whole rows, on `device`.
+    """Return this rank's shard of a batch of whole rows, on `device`.
 
     A length that does not divide is padded at the end: positions go on, targets are -100, and under causal attention
     no real token sees the padding. `gather_seq_parallel_outputs(..., length=...)` cuts it off again.
@@ -104,11 +106,11 @@ def prepare_seq_parallel_inputs(
     Raises:
         ValueError: tensors of different lengths, or rows that are not the same on every rank; then on every rank.
     """
-    mode = get_mode(seq_algo)
+    mode = build_mode(seq_algo, Mesh(sequence_rank=rank, sequence_size=world_size))
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a sequence-parallel group of {world_size}")
     rows = input_ids, position_ids, target_ids
-    if check_rows and _is_own_shard(mode, rank, world_size):
+    if check_rows and _is_own_shard(mode):
         check_together(
             lambda: describe_rows(*rows),
             current_patch().mesh.sequence_group,
@@ -116,7 +118,7 @@ def prepare_seq_parallel_inputs(
         )
     else:
         check_columns(*rows)
-    padding = -input_ids.shape[1] % mode.multiple_of(world_size)
+    padding = -input_ids.shape[1] % mode.multiple_of
     if padding:
         input_ids = F.pad(input_ids, (0, padding), value=0)
         following = torch.arange(1, padding + 1, device=position_ids.device, dtype=position_ids.dtype)
@@ -124,7 +126,7 @@ def prepare_seq_parallel_inputs(
         target_ids = F.pad(target_ids, (0, padding), value=IGNORE_INDEX) if target_ids is not None else None
 
     def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else mode.shard(tensor, rank, world_size).to(device)
+        return None if tensor is None else mode.shard(tensor).to(device)
 
     return {
         "local_input_ids": local(input_ids),
@@ -133,19 +135,21 @@ def prepare_seq_parallel_inputs(
     }
 
 
-def _is_own_shard(mode: ParallelMode, rank: int, world_size: int) -> bool:
-    """Whether this is the split that the applied patch makes on this process, so that its group makes it as well."""
+def _is_own_shard(mode: ParallelMode) -> bool:
+    """Return whether the applied patch makes this split on this process, so that its group makes it as well."""
     patch = applied_patch()
     if patch is None or patch.mode.name != mode.name or patch.mesh.sequence_size == 1:
         return False
-    return (rank, world_size) == (patch.mesh.sequence_rank, patch.mesh.sequence_size)
+    return (mode.ranks.rank, mode.ranks.size) == (patch.mesh.sequence_rank, patch.mesh.sequence_size)
 
 
 @torch.no_grad()
 def gather_seq_parallel_outputs(
     seq_algo: str, local: torch.Tensor, dim: int = 1, length: int | None = None
 ) -> torch.Tensor:
-    """The whole tensor from every rank's shard, on every rank of the group: the inverse of the split. No gradient.
+    """Return the whole tensor from every rank's shard, on every rank of the group, without gradient.
+
+    This is the inverse of the split.
 
     Args:
         seq_algo: the mode that split it, which must be the applied one.
@@ -159,26 +163,24 @@ def gather_seq_parallel_outputs(
     Raises:
         ValueError: another mode is applied, or the ranks' shards differ in shape or dtype; then on every rank.
     """
-    mode, patch = get_mode(seq_algo), current_patch()
+    patch = current_patch()
     require_applied(seq_algo, patch, "shards are gathered")
-    dim, group = dim % local.dim(), patch.mesh.sequence_group
-    if patch.mesh.sequence_size == 1:
-        whole = mode.unshard([local], dim)
+    dim, ranks = dim % local.dim(), patch.mode.ranks
+    if ranks.size == 1:
+        whole = local
     else:
         check_together(
             lambda: {"shape": tuple(local.shape), "dtype": local.dtype, "dim": dim, "length": length},
-            group,
+            ranks.group,
             "the ranks that share a row gather different shards",
         )
-        shards = [
-            torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(patch.mesh.sequence_size)
-        ]
-        dist.all_gather(shards, local.contiguous(), group=group)
-        whole = mode.unshard(shards, dim)
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks.size)]
+        dist.all_gather(shards, local.contiguous(), group=ranks.group)
+        whole = patch.mode.unshard(shards, dim)
     return whole if length is None else whole.narrow(dim, 0, length)
 
 
 def require_applied(seq_algo: str, patch: Patch, what: str) -> None:
     """Raise ValueError unless `patch` is of this mode."""
-    if get_mode(seq_algo).name != patch.mode.name:
+    if find_mode(seq_algo).name != patch.mode.name:
         raise ValueError(f"{what} for {seq_algo}, but {patch.mode.name} is applied")

@@ -4,31 +4,32 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from family_models import family_model, patched, random_rows, sharded_step
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 
 import easy_context
-from easy_context.attention import AttentionPlan, sequence_parallel_attention
+from easy_context.attention import AttentionSettings, sequence_parallel_attention
 from easy_context.kernels import AttentionMask, select_kernel
 from easy_context.memory.layer_run import LayerRun, current_layer_run, layer_run
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.modes import MODES, build_mode
 
 SCALE = 0.3
 
 
-def plan_of(mode: str, group=None, dtype=torch.float32) -> AttentionPlan:
+def settings_of(mode: str, dtype=torch.float32) -> AttentionSettings:
     kernel = select_kernel("reference", torch.device("cpu"), dtype, 8)
-    return AttentionPlan(get_mode(mode), SCALE, AttentionMask(), kernel, group)
+    return AttentionSettings(build_mode(mode, CurrentMesh()), kernel, SCALE, AttentionMask())
 
 
 def attend_sharded(rank: int, world_size: int, modes: list[str], inputs: list[torch.Tensor]) -> list[tuple]:
     """out, dq, dk, dv of this rank for each mode."""
     results = []
     for mode in modes:
-        q, k, v, dout = (get_mode(mode).shard(x, rank, world_size) for x in inputs)
+        settings = settings_of(mode)
+        q, k, v, dout = (settings.mode.shard(x) for x in inputs)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = sequence_parallel_attention(*leaves, plan_of(mode, dist.group.WORLD))
+        out = sequence_parallel_attention(*leaves, settings)
         results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     return results
 
@@ -40,8 +41,9 @@ def test_gradients_are_those_of_attention_over_the_whole_row(pool, world_size):
     expected = attention_with_gradients(*inputs, SCALE)
     results = pool.run(attend_sharded, world_size, modes, inputs)
     for i, mode in enumerate(modes):
+        unshard = build_mode(mode, Mesh(sequence_size=world_size)).unshard
         for j, name in enumerate(("out", "dq", "dk", "dv")):
-            whole = get_mode(mode).unshard([result[i][j] for result in results])
+            whole = unshard([result[i][j] for result in results])
             assert relative_error(whole, getattr(expected, name)) < 1e-5, f"{mode} {name} W={world_size}"
 
 
@@ -50,7 +52,7 @@ def test_only_what_learns_gets_a_gradient(learns):
     inputs = random_inputs(2, 1, 10, 10, 4, 2, 8)
     expected = attention_with_gradients(*inputs, SCALE)
     q, k, v = (x.requires_grad_(needs) for x, needs in zip(inputs[:3], learns, strict=True))
-    sequence_parallel_attention(q, k, v, plan_of("data_parallel")).backward(inputs[3])
+    sequence_parallel_attention(q, k, v, settings_of("data_parallel")).backward(inputs[3])
     for leaf, needs, right in zip((q, k, v), learns, (expected.dq, expected.dk, expected.dv), strict=True):
         assert (leaf.grad is not None) == needs
         assert not needs or relative_error(leaf.grad, right) < 1e-5
@@ -58,33 +60,33 @@ def test_only_what_learns_gets_a_gradient(learns):
 
 def test_numerical_gradients():
     inputs = [x.double().requires_grad_() for x in random_inputs(3, 1, 5, 5, 4, 2, 8)[:3]]
-    plan = plan_of("zigzag_ring_attn", dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda q, k, v: sequence_parallel_attention(q, k, v, plan), inputs)
+    settings = settings_of("zigzag_ring_attn", dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k, v: sequence_parallel_attention(q, k, v, settings), inputs)
 
 
 def test_a_recomputed_layer_takes_what_the_first_run_kept_in_its_order():
     """Only the kept results can explain what the second run returns: its own queries are other ones."""
     q, k, v, dout = random_inputs(4, 1, 12, 12, 4, 2, 8)
-    plan, kept = plan_of("data_parallel"), []
+    settings, kept = settings_of("data_parallel"), []
     with layer_run(LayerRun(recomputing=False, attention=kept)), torch.no_grad():
-        first = [sequence_parallel_attention(q, k, v, plan), sequence_parallel_attention(q * 2, k, v, plan)]
+        first = [sequence_parallel_attention(q, k, v, settings), sequence_parallel_attention(q * 2, k, v, settings)]
     assert len(kept) == 2
     assert not any(tensor.requires_grad for results in kept for tensor in results)
     with layer_run(LayerRun(recomputing=True, attention=kept)):
         for expected in first:
             leaf = torch.zeros_like(q).requires_grad_()
-            assert torch.equal(sequence_parallel_attention(leaf, k, v, plan), expected)
+            assert torch.equal(sequence_parallel_attention(leaf, k, v, settings), expected)
     assert kept == []
 
 
 def test_gradients_through_kept_results_are_identical():
     inputs = random_inputs(5, 2, 12, 12, 4, 2, 8)
-    plan, kept = plan_of("data_parallel"), []
+    settings, kept = settings_of("data_parallel"), []
 
     def gradients(run: LayerRun | None) -> tuple[torch.Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         with layer_run(run):
-            out = sequence_parallel_attention(*leaves, plan)
+            out = sequence_parallel_attention(*leaves, settings)
         return torch.autograd.grad(out, leaves, inputs[3])
 
     expected = gradients(None)

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 import easy_context
 from easy_context.common.errors import name_flags
-from easy_context.engines import check_engine
 from easy_context.kernels import check_kernel
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import Mesh
+from easy_context.modes import MODES, build_mode, find_mode
 from easy_context.modes.ulysses_attn import check_query_heads
 
 LENGTH = 24
@@ -384,13 +384,13 @@ def test_errors_name_arguments_and_scripts_put_their_flags_in_place():
         "seq_algo 'zigzag'": lambda: easy_context.apply_seq_parallel_monkey_patch("zigzag"),
         "attn_kernel 'fast'": lambda: easy_context.apply_seq_parallel_monkey_patch("data_parallel", attn_kernel="fast"),
         "attn_engine 'fast'": lambda: easy_context.apply_seq_parallel_monkey_patch("data_parallel", attn_engine="fast"),
-        "attn_engine library": lambda: check_engine("library", "data_parallel", "auto"),
+        "attn_engine library": lambda: find_mode("data_parallel", "library"),
         "sequence_parallel_size 2": lambda: easy_context.apply_seq_parallel_monkey_patch(
             "data_parallel", sequence_parallel_size=2
         ),
         "attn_kernel cudnn": lambda: check_kernel("cudnn", torch.device("cpu"), torch.float32, 64),
         "seq_algo ulysses_attn": lambda: check_query_heads(3, 2),
-        "seq_length 3": lambda: get_mode("zigzag_ring_attn").check(None, 3, 2),
+        "seq_length 3": lambda: build_mode("zigzag_ring_attn", Mesh(sequence_size=2)).check(None, 3),
         "rope_theta 0": lambda: easy_context.set_rope_theta(family_config("llama"), 0, None),
         "keep_attention 'tape'": lambda: easy_context.apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
             keep_attention="tape"

@@ -9,7 +9,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import easy_context
 from easy_context.huggingface import modeling_module
 from easy_context.loss import next_token_targets
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import Mesh
+from easy_context.modes import MODES, build_mode
 from easy_context.row_checks import checksum
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
@@ -24,7 +25,7 @@ def split(mode: str, ids, positions, targets, world_size: int) -> list[dict]:
 
 
 def joined(mode: str, parts: list[dict], key: str) -> torch.Tensor:
-    return get_mode(mode).unshard([part[key] for part in parts])
+    return build_mode(mode, Mesh(sequence_size=len(parts))).unshard([part[key] for part in parts])
 
 
 @pytest.mark.parametrize("mode", SPLITTING_MODES)
@@ -36,7 +37,7 @@ def test_split_pads_every_length_and_loses_no_target(mode):
             parts = split(mode, ids, positions, next_token_targets(ids), world_size)
             whole = joined(mode, parts, "local_input_ids")
             assert torch.equal(whole[:, :length], ids)
-            assert whole.shape[1] - length < get_mode(mode).multiple_of(world_size)
+            assert whole.shape[1] - length < build_mode(mode, Mesh(sequence_size=world_size)).multiple_of
             assert len({part["local_input_ids"].shape for part in parts}) == 1
             assert torch.equal(
                 joined(mode, parts, "local_position_ids"), torch.arange(whole.shape[1]).expand(2, -1) + 5

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ..kernels import KERNELS
 from ..model.config import is_rope_base
-from ..training.arguments import KERNELS, MODES
+from ..modes import MODES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen
@@ -46,7 +47,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="processes that share a row (default: all); groups of them work on different rows",
     )
-    group.add_argument("--attn-kernel", default="auto", choices=KERNELS, help="attention backend")
+    group.add_argument("--attn-kernel", default="auto", choices=("auto", *KERNELS), help="attention backend")
     group.add_argument(
         "--dtype", default="auto", choices=DTYPES, help="of the weights; auto: bfloat16 on a GPU, float32 on a CPU"
     )

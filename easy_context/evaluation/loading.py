@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from ..common.errors import naming_flags
 from ..huggingface import SUPPORTED_MODELS
-from ..mesh import Mesh, sequence_size
+from ..mesh import Mesh
 from ..model.config import load_config, model_problems, set_rope_theta
 from ..model.weights import check_weights, load_whole
+from ..modes import find_mode
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from ..training.accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
 from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
@@ -154,7 +155,7 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
             )
         return
     with naming_flags():
-        size = sequence_size(args.sequence_parallel_size, _processes(), mode)
+        size = find_mode(mode).sequence_size(args.sequence_parallel_size, _processes())
     device = _own_device()
     problems = model_problems(
         name,

@@ -1,39 +1,39 @@
-"""Attention kernels: one block of exact attention each, and the choice among them."""
+"""Attention kernels: one block of exact attention each, and the choice among them.
+
+This module loads no PyTorch, so that flags can import the names; a kernel's module is imported when it is asked for.
+"""
 
 import functools
+import importlib
 import logging
+from typing import TYPE_CHECKING
 
-import torch
+from .mask import FULL, AttentionMask
 
-from .base import FULL, AttentionKernel, AttentionMask
-from .cpu import CpuKernel
-from .cudnn import CudnnKernel
-from .flash_attn import FlashAttnKernel
-from .flash_attn_4 import FlashAttn4Kernel
-from .reference import ReferenceKernel
-from .torch_flash import TorchFlashKernel
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["FULL", "KERNELS", "AttentionKernel", "AttentionMask", "check_kernel", "select_kernel"]
+    from .base import AttentionKernel
+
+__all__ = ["FULL", "KERNELS", "AttentionMask", "check_kernel", "check_kernel_name", "select_kernel"]
 
 logger = logging.getLogger(__name__)
 
-_KERNELS: dict[str, AttentionKernel] = {
-    kernel.name: kernel
-    for kernel in (
-        FlashAttn4Kernel(),
-        CudnnKernel(),
-        FlashAttnKernel(),
-        TorchFlashKernel(),
-        CpuKernel(),
-        ReferenceKernel(),
-    )
+# Module and class inside this package, fastest first. A new kernel is one more line.
+_CLASSES = {
+    "flash_attn_4": "flash_attn_4.FlashAttn4Kernel",
+    "cudnn": "cudnn.CudnnKernel",
+    "flash_attn": "flash_attn.FlashAttnKernel",
+    "torch_flash": "torch_flash.TorchFlashKernel",
+    "cpu": "cpu.CpuKernel",
+    "reference": "reference.ReferenceKernel",
 }
-KERNELS = tuple(_KERNELS)  # fastest first
+KERNELS = tuple(_CLASSES)
 
 
 @functools.cache
-def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
-    """The attention kernel called `name`, or with "auto" the fastest that can serve; the log says which and why.
+def select_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> "AttentionKernel":
+    """Return the attention kernel called `name`, or with "auto" the fastest that can serve; the log says which and why.
 
     Args:
         name: one of KERNELS, or "auto".
@@ -52,7 +52,7 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     return kernel
 
 
-def check_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def check_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> None:
     """Check that `select_kernel` will find a kernel.
 
     Raises:
@@ -61,17 +61,24 @@ def check_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     _choose_kernel(name, device, dtype, head_dim)
 
 
+def check_kernel_name(name: str) -> None:
+    """Raise ValueError unless `name` is "auto" or one of KERNELS."""
+    if name != "auto" and name not in KERNELS:
+        raise ValueError(f"attn_kernel {name!r} is unknown; choose auto, {', '.join(KERNELS)}")
+
+
 def _choose_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> tuple[AttentionKernel, list[str]]:
-    """The kernel, and why each faster one is passed over."""
+    name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int
+) -> tuple["AttentionKernel", list[str]]:
+    """Return the kernel, and why each faster one is passed over."""
+    check_kernel_name(name)
     if name != "auto":
-        check_kernel_name(name)
-        if reason := _KERNELS[name].unsupported_reason(device, dtype, head_dim):
+        kernel = _kernel(name)
+        if reason := kernel.unsupported_reason(device, dtype, head_dim):
             raise ValueError(f"attn_kernel {name} cannot be used here: {reason}. Use attn_kernel auto.")
-        return _KERNELS[name], []
+        return kernel, []
     passed_over: list[str] = []
-    for kernel in _KERNELS.values():
+    for kernel in map(_kernel, KERNELS):
         reason = kernel.unsupported_reason(device, dtype, head_dim)
         if reason is None:
             return kernel, passed_over
@@ -79,7 +86,7 @@ def _choose_kernel(
     raise ValueError(f"no attention kernel serves {dtype} on {device}: {'; '.join(passed_over)}")
 
 
-def check_kernel_name(name: str) -> None:
-    """Raise ValueError unless `name` is "auto" or one of KERNELS."""
-    if name != "auto" and name not in _KERNELS:
-        raise ValueError(f"attn_kernel {name!r} is unknown; choose auto, {', '.join(KERNELS)}")
+@functools.cache
+def _kernel(name: str) -> "AttentionKernel":
+    module, class_name = _CLASSES[name].split(".")
+    return getattr(importlib.import_module(f".{module}", __name__), class_name)()

@@ -2,7 +2,8 @@
 
 import torch
 
-from .base import AttentionKernel, AttentionMask
+from .base import AttentionKernel
+from .mask import AttentionMask
 
 
 class ReferenceKernel(AttentionKernel):

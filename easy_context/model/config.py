@@ -79,11 +79,12 @@ def model_problems(
     config: Any,
     *,
     mode: str,
+    kernel: str,
     size: int,
     seq_length: int,
-    kernel: str | None,
     device: "torch.device",
     dtype: "torch.dtype",
+    engine: str = "easy_context",
 ) -> Iterator[str]:
     """Yield each reason, in the words of the command line, why a model cannot run on split rows.
 
@@ -91,15 +92,21 @@ def model_problems(
         name: path or hub name, for messages that name no other flag.
         config: of the model; it is not changed.
         mode: the parallel mode.
+        kernel: attention kernel, or "auto".
         size: processes that share a row.
         seq_length: tokens of the longest whole row.
-        kernel: attention kernel, or "auto"; None where it is checked elsewhere.
         device: of this process.
         dtype: of the activations.
+        engine: what computes the mode.
     """
     from ..huggingface import head_dim, modeling_module, refuse_model_features
-    from ..kernels import check_kernel
-    from ..modes import get_mode
+    from ..mesh import Mesh
+    from ..modes import build_mode, find_mode
+
+    def check_attention() -> None:
+        mode_class = find_mode(mode, engine)
+        mode_class.check_kernel(kernel, device, dtype, head_dim(config))
+        mode_class.over(Mesh())  # imports the engine's library, only where it could run
 
     try:
         modeling_module(config.model_type)
@@ -107,11 +114,10 @@ def model_problems(
         yield f"--model {name}: {error}"
         return
     checks = [
-        lambda: get_mode(mode).check(config, seq_length, size),
+        lambda: build_mode(mode, Mesh(sequence_size=size)).check(config, seq_length),
         lambda: refuse_model_features(config, seq_length, size),
+        check_attention,
     ]
-    if kernel is not None:
-        checks.append(lambda: check_kernel(kernel, device, dtype, head_dim(config)))
     yield from problems_of(name, checks)
 
 

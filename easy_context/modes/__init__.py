@@ -1,27 +1,59 @@
-"""The parallel modes by name."""
+"""The parallel modes by name, and which engine computes them. This module loads no PyTorch, so flags can import it."""
 
-from .base import ParallelMode
-from .data_parallel import DataParallel
-from .dist_flash_attn import DistFlashAttention
-from .ulysses_attn import UlyssesAttention
-from .zigzag_ring_attn import ZigzagRingAttention
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = ["MODES", "ParallelMode", "get_mode"]
+if TYPE_CHECKING:
+    from ..mesh import CurrentMesh, Mesh
+    from .base import ParallelMode
 
-_MODES: dict[str, ParallelMode] = {
-    mode.name: mode for mode in (ZigzagRingAttention(), DistFlashAttention(), UlyssesAttention(), DataParallel())
+# For each engine the modes that it computes: module and class inside this package. A new mode is one more line.
+_CLASSES = {
+    "easy_context": {
+        "zigzag_ring_attn": "zigzag_ring_attn.ZigzagRingAttention",
+        "dist_flash_attn": "dist_flash_attn.DistFlashAttention",
+        "ulysses_attn": "ulysses_attn.UlyssesAttention",
+        "data_parallel": "data_parallel.DataParallel",
+    },
+    "library": {
+        "zigzag_ring_attn": "library_zigzag.LibraryZigzag",
+        "ulysses_attn": "library_ulysses.LibraryUlysses",
+    },
 }
-MODES = tuple(_MODES)
+ENGINES = tuple(_CLASSES)
+MODES = tuple(_CLASSES["easy_context"])
 
 
-def get_mode(name: str) -> ParallelMode:
-    """The mode called `name`.
+def find_mode(name: str, engine: str = "easy_context") -> "type[ParallelMode]":
+    """Return the class of a mode as an engine computes it.
+
+    Args:
+        name: one of MODES.
+        engine: one of ENGINES. "library" has zigzag_ring_attn (ring-flash-attn) and ulysses_attn (yunchang), to compare
+            with: rows are split as in our modes, so that a run differs in nothing but its attention.
 
     Raises:
-        ValueError: the name is unknown; the message lists MODES.
+        ValueError: an unknown name, or a mode that the engine lacks.
     """
     if name == "usp_attn":
         raise ValueError(f"seq_algo 'usp_attn' is not there yet; choose one of {', '.join(MODES)}")
-    if name not in _MODES:
+    if name not in MODES:
         raise ValueError(f"seq_algo {name!r} is unknown; choose one of {', '.join(MODES)}")
-    return _MODES[name]
+    if engine not in ENGINES:
+        raise ValueError(f"attn_engine {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if name not in _CLASSES[engine]:
+        raise ValueError(
+            f"attn_engine {engine} has no seq_algo {name}: use {' or '.join(_CLASSES[engine])}, or "
+            "attn_engine easy_context"
+        )
+    module, class_name = _CLASSES[engine][name].split(".")
+    return getattr(importlib.import_module(f".{module}", __name__), class_name)
+
+
+def build_mode(name: str, mesh: "CurrentMesh | Mesh", engine: str = "easy_context") -> "ParallelMode":
+    """Return a mode over the ranks of `mesh` that share a row; without a process group it can only split rows.
+
+    Raises:
+        ValueError: as `find_mode`, or a library of the engine does not import.
+    """
+    return find_mode(name, engine).over(mesh)

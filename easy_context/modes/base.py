@@ -1,57 +1,99 @@
-"""What every parallel mode offers: how a sequence is split over a group of ranks, and attention over the split."""
+"""What every parallel mode offers: how a row is split over ranks, and attention over the split."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..kernels import AttentionKernel, AttentionMask
+from ..kernels import AttentionMask, check_kernel, check_kernel_name, select_kernel
+from ..kernels.base import AttentionKernel
+from ..mesh import CurrentMesh, Mesh, Ranks, sequence_size
 
 Residuals = tuple[torch.Tensor, ...]
 
 
-class ParallelMode(ABC):
-    """A way to spread one row over the ranks of a sequence-parallel group.
+class ParallelMode:
+    """A way to spread one row over the ranks that share it.
 
-    A row is cut into `multiple_of(size)` equal chunks, and `chunk_indices` says which of them a rank holds, in order.
-    Attention is a pair of pure functions; what `forward` returns besides its output is kept for `backward`.
+    A row is cut into `multiple_of` equal chunks, and `chunk_indices` says which of them a rank holds, in order. That
+    depends on ranks and sizes alone; attention needs their process group.
+
+    `forward` and `backward` handle one process and the mask for all modes; subclasses fill in `_forward` and
+    `_backward` for several ranks. What `forward` returns besides its output is kept for `backward`.
     """
 
     name: str
+    splits_rows = True  # False: every rank has rows of its own
 
-    def multiple_of(self, size: int) -> int:
-        """A row's length must be a multiple of this number (callers pad) when `size` ranks share it."""
-        return size
+    def __init__(self, ranks: Ranks) -> None:
+        """`ranks` are those that share a row."""
+        self.ranks = ranks
 
-    def chunk_indices(self, rank: int, size: int) -> list[int]:
-        """Which of the row's `multiple_of(size)` chunks `rank` holds, in the order in which it holds them."""
-        chunks = self.multiple_of(size) // size
+    @classmethod
+    def over(cls, mesh: CurrentMesh | Mesh) -> "ParallelMode":
+        """Return this mode over the ranks of `mesh` that share a row."""
+        return cls(mesh.sequence)
+
+    # --- Checks that need no process group ---
+
+    @classmethod
+    def sequence_size(cls, requested: int | None, processes: int) -> int:
+        """Return how many of `processes` share a row if `requested` are asked for; None asks for all.
+
+        Raises:
+            ValueError: the number does not divide the processes, or means nothing to this mode.
+        """
+        return sequence_size(requested, processes)
+
+    @classmethod
+    def check_kernel_name(cls, name: str) -> None:
+        """Raise ValueError for an attn_kernel that does not exist or is not for this mode's engine."""
+        check_kernel_name(name)
+
+    @classmethod
+    def check_kernel(cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+        """Raise ValueError if `select_kernel` will find no kernel that can serve; see `kernels.check_kernel`."""
+        check_kernel(name, device, dtype, head_dim)
+
+    @classmethod
+    def select_kernel(cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+        """Return the kernel that computes this mode's blocks; see `kernels.select_kernel`."""
+        return select_kernel(name, device, dtype, head_dim)
+
+    def check(self, config: Any, seq_length: int) -> None:
+        """Raise ValueError if a model of this `config` cannot train rows of `seq_length` tokens in this mode."""
+        if seq_length < self.multiple_of:
+            raise ValueError(
+                f"seq_length {seq_length} is too short for seq_algo {self.name} on {self.ranks.size} ranks: "
+                f"use at least {self.multiple_of} tokens"
+            )
+
+    # --- How a row is split ---
+
+    @property
+    def multiple_of(self) -> int:
+        """The number of which a row's length must be a multiple; callers pad."""
+        return self.ranks.size
+
+    def chunk_indices(self, rank: int) -> list[int]:
+        """Return which of the row's `multiple_of` chunks `rank` holds, in the order in which it holds them."""
+        chunks = self.multiple_of // self.ranks.size
         return list(range(rank * chunks, (rank + 1) * chunks))
 
-    def shard(self, tensor: torch.Tensor, rank: int, size: int, dim: int = 1) -> torch.Tensor:
-        """This rank's part of `tensor`, whose length along `dim` is a multiple of `multiple_of(size)`."""
-        chunks = tensor.unflatten(dim, (self.multiple_of(size), -1))
-        index = torch.tensor(self.chunk_indices(rank, size), device=tensor.device)
+    def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's part of `tensor`, whose length along `dim` is a multiple of `multiple_of`."""
+        chunks = tensor.unflatten(dim, (self.multiple_of, -1))
+        index = torch.tensor(self.chunk_indices(self.ranks.rank), device=tensor.device)
         return chunks.index_select(dim, index).flatten(dim, dim + 1)
 
     def unshard(self, shards: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """The whole tensor from the shards of all ranks, in rank order: the inverse of `shard`."""
-        size = len(shards)
-        order = [chunk for rank in range(size) for chunk in self.chunk_indices(rank, size)]
+        """Return the whole tensor from the shards of all ranks, in rank order: the inverse of `shard`."""
+        order = [chunk for rank in range(self.ranks.size) for chunk in self.chunk_indices(rank)]
         index = torch.tensor(order, device=shards[0].device).argsort()
-        chunks = torch.cat(shards, dim).unflatten(dim, (self.multiple_of(size), -1))
+        chunks = torch.cat(shards, dim).unflatten(dim, (self.multiple_of, -1))
         return chunks.index_select(dim, index).flatten(dim, dim + 1)
 
-    def check(self, config: Any, seq_length: int, size: int) -> None:
-        """Raise ValueError if a model of this `config` cannot train rows of `seq_length` tokens on `size` ranks."""
-        if seq_length < self.multiple_of(size):
-            raise ValueError(
-                f"seq_length {seq_length} is too short for seq_algo {self.name} on {size} ranks: "
-                f"use at least {self.multiple_of(size)} tokens"
-            )
+    # --- Attention over the split ---
 
-    @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
@@ -61,23 +103,31 @@ class ParallelMode(ABC):
         scale: float,
         mask: AttentionMask,
         kernel: AttentionKernel,
-        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, Residuals]:
-        """Attention of this rank's queries over the whole row.
+        """Compute attention of this rank's queries over the whole row.
 
         Args:
             q: `[batch, seq / size, heads, head_dim]`, this rank's shard.
             k: `[batch, seq / size, kv_heads, head_dim]`, this rank's shard; v likewise.
             scale: what scores are multiplied by.
-            mask: causal over the whole row.
+            mask: of the whole row; a split row honours only a plain causal one.
             kernel: computes one block.
-            group: the ranks that share the row; None for one process.
 
         Returns:
             out, shaped and typed like q, and the residuals.
-        """
 
-    @abstractmethod
+        Raises:
+            ValueError: a mask or a number of heads that this mode cannot honour.
+        """
+        if self._is_local:
+            out, lse = kernel.forward(q, k, v, scale, mask)
+            return out, (lse,)
+        if not mask.causal or mask.window is not None:  # blocks of other ranks know no distances
+            raise ValueError(
+                f"{self.name} splits the row and honours only a plain causal mask, got {mask}; use data_parallel"
+            )
+        return self._forward(q, k, v, scale, mask, kernel)
+
     def backward(
         self,
         dout: torch.Tensor,
@@ -90,19 +140,26 @@ class ParallelMode(ABC):
         scale: float,
         mask: AttentionMask,
         kernel: AttentionKernel,
-        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of this rank's q, k and v, in their dtype, summed over all ranks that used them."""
+        """Return the gradients of this rank's q, k and v, in their dtype, summed over all ranks that used them."""
+        if self._is_local:
+            return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)
+        return self._backward(dout, q, k, v, out, *residuals, scale, mask, kernel)
 
+    @property
+    def _is_local(self) -> bool:
+        """Whether this rank has the whole row, so that the kernel alone computes attention."""
+        return not self.splits_rows or self.ranks.size == 1
 
-def require_plain_causal(mask: AttentionMask, mode: str) -> None:
-    """Raise ValueError for a mask that a split row cannot honour: blocks of other ranks know no distances."""
-    if not mask.causal or mask.window is not None:
-        raise ValueError(f"{mode} splits the row and honours only a plain causal mask, got {mask}; use data_parallel")
+    def _forward(self, q, k, v, scale: float, mask: AttentionMask, kernel: AttentionKernel):
+        raise NotImplementedError
+
+    def _backward(self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask, kernel: AttentionKernel):
+        raise NotImplementedError
 
 
 def accumulator(first: torch.Tensor, terms: int) -> torch.Tensor:
-    """A tensor that holds the first of several terms and that the others are summed or merged into.
+    """Return a tensor that holds the first of several terms and that the others are summed or merged into.
 
     Args:
         first: a kernel's result.

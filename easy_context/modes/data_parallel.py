@@ -4,22 +4,26 @@ from .base import ParallelMode
 
 
 class DataParallel(ParallelMode):
-    """The local kernel on whole rows. Its group has size 1, whatever rank and size are passed."""
+    """The local kernel on whole rows, whatever the ranks; any mask that the kernel honours."""
 
     name = "data_parallel"
+    splits_rows = False
 
-    def multiple_of(self, size):
+    @classmethod
+    def sequence_size(cls, requested, processes):
+        if requested not in (None, 1):
+            raise ValueError(
+                f"sequence_parallel_size {requested} has no meaning with seq_algo data_parallel, which never splits a "
+                "row: leave it out or choose another mode"
+            )
         return 1
 
-    def chunk_indices(self, rank, size):
+    @property
+    def multiple_of(self):
+        return 1
+
+    def chunk_indices(self, rank):
         return [0]
 
     def unshard(self, shards, dim=1):
         return shards[0]
-
-    def forward(self, q, k, v, *, scale, mask, kernel, group):
-        out, lse = kernel.forward(q, k, v, scale, mask)
-        return out, (lse,)
-
-    def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
-        return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)

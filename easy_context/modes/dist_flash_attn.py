@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..communication import Exchange, group_rank, group_size
+from ..communication import Exchange
 from ..kernels import FULL
 from ..kernels.merge import merge_block_
-from .base import ParallelMode, accumulator, require_plain_causal
+from .base import ParallelMode, accumulator
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Step:
         target: the rank that gets our keys, or our queries if it is our helper.
         is_owner: we compute for our own queries, on received keys; else we help `source`, on our own keys.
         has_helper: `target` computes for our queries.
-        own_rows: the rows of our queries that we compute as an owner.
-        helped_rows: the rows of the queries that a helper computes for their owner.
+        own_tokens: the tokens of our shard for whose queries we compute as an owner.
+        helped_tokens: the tokens of a shard for whose queries a helper computes.
     """
 
     source: int
     target: int
     is_owner: bool
     has_helper: bool
-    own_rows: slice
-    helped_rows: slice
+    own_tokens: slice
+    helped_tokens: slice
 
     def helped(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The helped rows of `[batch, seq, heads, head_dim]` or of lse `[batch, heads, seq]` tensors."""
-        return [x[..., self.helped_rows] if x.dim() == 3 else x[:, self.helped_rows] for x in tensors]
+        """Return the helped tokens of `[batch, seq, heads, head_dim]` or of lse `[batch, heads, seq]` tensors."""
+        return [x[..., self.helped_tokens] if x.dim() == 3 else x[:, self.helped_tokens] for x in tensors]
 
 
-def schedule(rank: int, size: int, rows: int) -> list[Step]:
-    """The steps of `rank` among `size`, for shards of `rows` tokens (even where size is)."""
+def schedule(rank: int, size: int, tokens: int) -> list[Step]:
+    """Return the steps of `rank` among `size`, for shards of `tokens` tokens (an even number if `size` is even)."""
     steps = []
     for distance in range(1, size // 2 + 1):
         shared = 2 * distance == size
@@ -54,8 +54,8 @@ def schedule(rank: int, size: int, rows: int) -> list[Step]:
                 target=(rank + distance) % size,
                 is_owner=rank >= distance,
                 has_helper=rank + distance >= size,
-                own_rows=slice(rows // 2, rows) if shared else slice(0, rows),
-                helped_rows=slice(0, rows // 2) if shared else slice(0, rows),
+                own_tokens=slice(tokens // 2, tokens) if shared else slice(0, tokens),
+                helped_tokens=slice(0, tokens // 2) if shared else slice(0, tokens),
             )
         )
     return steps
@@ -66,16 +66,14 @@ class DistFlashAttention(ParallelMode):
 
     name = "dist_flash_attn"
 
-    def multiple_of(self, size):
+    @property
+    def multiple_of(self):
+        size = self.ranks.size
         return size if size % 2 else 2 * size  # the shared step cuts a shard in halves
 
-    def forward(self, q, k, v, *, scale, mask, kernel, group):
-        size = group_size(group)
-        if size == 1:
-            out, lse = kernel.forward(q, k, v, scale, mask)
-            return out, (lse,)
-        require_plain_causal(mask, self.name)
-        steps = schedule(group_rank(group), size, q.shape[1])
+    def _forward(self, q, k, v, scale, mask, kernel):
+        size, group = self.ranks.size, self.ranks.group
+        steps = schedule(self.ranks.rank, size, q.shape[1])
         kv = torch.stack((k, v))
         arriving = _Inputs(steps[0], kv, (q,), None, group)
         block_out, lse = kernel.forward(q, k, v, scale, mask)
@@ -87,8 +85,8 @@ class DistFlashAttention(ParallelMode):
                 arriving = _Inputs(next_step, kv, (q,), None, group)
             results = Exchange(group)
             if step.is_owner:
-                rows = step.own_rows
-                merge_block_(out[:, rows], lse[..., rows], *kernel.forward(q[:, rows], *arrived.kv, scale, FULL))
+                own = step.own_tokens
+                merge_block_(out[:, own], lse[..., own], *kernel.forward(q[:, own], *arrived.kv, scale, FULL))
             else:
                 for tensor in kernel.forward(*arrived.queries, k, v, scale, FULL):
                     results.send(tensor, step.source)
@@ -101,12 +99,9 @@ class DistFlashAttention(ParallelMode):
         _merge_returned(out, lse, *returning)
         return out.to(q.dtype), (lse,)
 
-    def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
-        size = group_size(group)
-        (lse,) = residuals
-        if size == 1:
-            return kernel.backward(dout, q, k, v, out, lse, scale, mask)
-        steps = schedule(group_rank(group), size, q.shape[1])
+    def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
+        size, group = self.ranks.size, self.ranks.group
+        steps = schedule(self.ranks.rank, size, q.shape[1])
         kv = torch.stack((k, v))
         queries = dout, q, out
         arriving = _Inputs(steps[0], kv, queries, lse, group)
@@ -119,11 +114,11 @@ class DistFlashAttention(ParallelMode):
                 arriving = _Inputs(next_step, kv, queries, lse, group)
             results = Exchange(group)
             if step.is_owner:
-                rows = step.own_rows
-                own_dout, own_q, own_out = (x[:, rows] for x in queries)
-                own_lse = lse[..., rows].contiguous()
+                own = step.own_tokens
+                own_dout, own_q, own_out = (x[:, own] for x in queries)
+                own_lse = lse[..., own].contiguous()
                 block_dq, *block_dkv = kernel.backward(own_dout, own_q, *arrived.kv, own_out, own_lse, scale, FULL)
-                dq[:, rows] += block_dq
+                dq[:, own] += block_dq
                 results.send(torch.stack(block_dkv), step.source)
             else:
                 its_dout, its_q, its_out = arrived.queries
@@ -144,17 +139,17 @@ class _Inputs:
     """What one step needs from another rank, on its way: keys for an owner, queries for a helper."""
 
     def __init__(self, step: Step, kv: torch.Tensor, queries: tuple[torch.Tensor, ...], lse, group) -> None:
-        """Post the exchange: `kv` `[2, b, s, kv_heads, d]` or the helped rows of `queries` go out, the like come in."""
-        *rows, lse_rows = step.helped(*queries, lse) if lse is not None else (*step.helped(*queries), None)
+        """Post the exchange: `kv` `[2, b, s, kv_heads, d]` or helped tokens of `queries` go out, the like come in."""
+        *helped, helped_lse = step.helped(*queries, lse) if lse is not None else (*step.helped(*queries), None)
         self._exchange = Exchange(group)
-        self._exchange.send(torch.stack(rows) if step.has_helper else kv, step.target)
-        shape = kv.shape if step.is_owner else (len(rows), *rows[0].shape)
+        self._exchange.send(torch.stack(helped) if step.has_helper else kv, step.target)
+        shape = kv.shape if step.is_owner else (len(helped), *helped[0].shape)
         self._received = self._exchange.receive(kv.new_empty(shape), step.source)
         self.lse = None
         if lse is not None and step.has_helper:
-            self._exchange.send(lse_rows, step.target)
+            self._exchange.send(helped_lse, step.target)
         if lse is not None and not step.is_owner:
-            self.lse = self._exchange.receive(_buffer(lse_rows), step.source)
+            self.lse = self._exchange.receive(_buffer(helped_lse), step.source)
         self._exchange.start()
 
     def wait(self) -> "_Inputs":
@@ -171,20 +166,20 @@ class _Inputs:
 
 
 def _buffer(like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised contiguous tensor to receive into."""
+    """Return an uninitialised contiguous tensor to receive into."""
     return like.new_empty(like.shape)
 
 
 def _merge_returned(out, lse, step: Step, buffers: list[torch.Tensor], exchange: Exchange) -> None:
     exchange.wait()
     if buffers:
-        merge_block_(out[:, step.helped_rows], lse[..., step.helped_rows], *buffers)
+        merge_block_(out[:, step.helped_tokens], lse[..., step.helped_tokens], *buffers)
 
 
 def _add_returned(dq, dkv, step: Step, received: torch.Tensor, exchange: Exchange) -> None:
     exchange.wait()
     if step.has_helper:
-        dq[:, step.helped_rows] += received
+        dq[:, step.helped_tokens] += received
     else:
         for total, part in zip(dkv, received, strict=True):
             total += part

@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from ..communication import gather_heads, group_size, scatter_heads
-from .base import ParallelMode, require_plain_causal
+from ..communication import gather_heads, scatter_heads
+from .base import ParallelMode
 
 
 class UlyssesAttention(ParallelMode):
@@ -17,32 +17,24 @@ class UlyssesAttention(ParallelMode):
 
     name = "ulysses_attn"
 
-    def check(self, config, seq_length, size):
-        super().check(config, seq_length, size)
-        check_query_heads(config.num_attention_heads, size)
+    def check(self, config, seq_length):
+        super().check(config, seq_length)
+        check_query_heads(config.num_attention_heads, self.ranks.size)
 
-    def forward(self, q, k, v, *, scale, mask, kernel, group):
-        size = group_size(group)
-        if size == 1:
-            out, lse = kernel.forward(q, k, v, scale, mask)
-            return out, (lse,)
-        require_plain_causal(mask, self.name)
-        check_query_heads(q.shape[2], size)
-        k, v = repeat_heads((k, v), size)
-        out, lse = kernel.forward(*scatter_heads((q, k, v), group), scale, mask)
-        return gather_heads((out,), group)[0], (lse,)
+    def _forward(self, q, k, v, scale, mask, kernel):
+        check_query_heads(q.shape[2], self.ranks.size)
+        k, v = repeat_heads((k, v), self.ranks.size)
+        out, lse = kernel.forward(*scatter_heads((q, k, v), self.ranks.group), scale, mask)
+        return gather_heads((out,), self.ranks.group)[0], (lse,)
 
-    def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
-        size = group_size(group)
-        if size == 1:
-            return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)
-        repeats = kv_repeats(k.shape[2], size)
-        k, v = repeat_heads((k, v), size)
+    def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
+        group, repeats = self.ranks.group, kv_repeats(k.shape[2], self.ranks.size)
+        k, v = repeat_heads((k, v), self.ranks.size)
         # Recomputed layers have q, k, v only as sequence shards, so they are sent again. Two messages, not one, because
         # what is sent is free again before the second one is put together.
         dout, out = scatter_heads((dout, out), group)
         q, k, v = scatter_heads((q, k, v), group)
-        dq, dk, dv = gather_heads(kernel.backward(dout, q, k, v, out, *residuals, scale, mask), group)
+        dq, dk, dv = gather_heads(kernel.backward(dout, q, k, v, out, lse, scale, mask), group)
         return dq, sum_copies(dk, repeats), sum_copies(dv, repeats)
 
 
@@ -56,12 +48,12 @@ def check_query_heads(heads: int, size: int) -> None:
 
 
 def kv_repeats(kv_heads: int, size: int) -> int:
-    """How often each key head is repeated so that `size` ranks get equally many."""
+    """Return how often each key head is repeated so that `size` ranks get equally many."""
     return math.lcm(kv_heads, size) // kv_heads
 
 
 def repeat_heads(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, ...]:
-    """k and v with each head as often as `kv_repeats` says, copies side by side."""
+    """Return k and v with each head as often as `kv_repeats` says, copies side by side."""
     repeats = kv_repeats(tensors[0].shape[2], size)
     return tuple(x.repeat_interleave(repeats, dim=2) for x in tensors) if repeats > 1 else tensors
 

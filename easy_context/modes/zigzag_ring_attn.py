@@ -7,10 +7,10 @@ keys, or the second half of its queries sees all of them.
 
 import torch
 
-from ..communication import Exchange, group_rank, group_size, ring_exchange
+from ..communication import Exchange, ring_exchange
 from ..kernels import FULL
 from ..kernels.merge import merge_block_
-from .base import ParallelMode, accumulator, require_plain_causal
+from .base import ParallelMode, accumulator
 
 
 class ZigzagRingAttention(ParallelMode):
@@ -18,18 +18,15 @@ class ZigzagRingAttention(ParallelMode):
 
     name = "zigzag_ring_attn"
 
-    def multiple_of(self, size):
-        return 2 * size
+    @property
+    def multiple_of(self):
+        return 2 * self.ranks.size
 
-    def chunk_indices(self, rank, size):
-        return [rank, 2 * size - 1 - rank]
+    def chunk_indices(self, rank):
+        return [rank, self.multiple_of - 1 - rank]
 
-    def forward(self, q, k, v, *, scale, mask, kernel, group):
-        require_plain_causal(mask, self.name)
-        rank, size = group_rank(group), group_size(group)
-        if size == 1:
-            out, lse = kernel.forward(q, k, v, scale, mask)
-            return out, (lse,)
+    def _forward(self, q, k, v, scale, mask, kernel):
+        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
         half = q.shape[1] // 2
         kv = torch.stack((k, v))  # one buffer, one message
         for step in range(size):
@@ -50,11 +47,8 @@ class ZigzagRingAttention(ParallelMode):
                 kv = next_kv
         return out.to(q.dtype), (lse,)
 
-    def backward(self, dout, q, k, v, out, residuals, *, scale, mask, kernel, group):
-        rank, size = group_rank(group), group_size(group)
-        (lse,) = residuals
-        if size == 1:
-            return kernel.backward(dout, q, k, v, out, lse, scale, mask)
+    def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
+        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
         half = q.shape[1] // 2
         late = [x[:, half:] for x in (dout, q, out)]
         late_lse = lse[..., half:].contiguous()
@@ -76,28 +70,27 @@ class ZigzagRingAttention(ParallelMode):
             if step > 0:
                 if returning is not None:
                     self._add_returned(dkv, *returning)
-                returning = self._send_home(torch.stack(block_dkv), step, group)
+                returning = self._send_home(torch.stack(block_dkv), step)
             if step + 1 < size:
                 exchange.wait()
                 kv = next_kv
         self._add_returned(dkv, *returning)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
-    @staticmethod
-    def _send_home(block_dkv: torch.Tensor, step: int, group) -> tuple[torch.Tensor, Exchange]:
+    def _send_home(self, block_dkv: torch.Tensor, step: int) -> tuple[torch.Tensor, Exchange]:
         """Send a block's dk and dv straight to the rank that owns the keys; receive those made from our keys.
 
         They travel in the kernel's own dtype, which loses nothing (the kernel rounded them already), and are summed at
         home in float32: half the bytes of a float32 sum that travels the ring.
         """
-        rank, size = group_rank(group), group_size(group)
-        exchange = Exchange(group)
+        rank, size = self.ranks.rank, self.ranks.size
+        exchange = Exchange(self.ranks.group)
         exchange.send(block_dkv, (rank - step) % size)
         # A later rank saw only the early half of our keys, an earlier one all of them.
         from_later = rank + step < size
         whole = 2 * block_dkv.shape[2] if step <= rank else block_dkv.shape[2]
-        rows = whole // 2 if from_later else whole
-        shape = (*block_dkv.shape[:2], rows, *block_dkv.shape[3:])
+        tokens = whole // 2 if from_later else whole
+        shape = (*block_dkv.shape[:2], tokens, *block_dkv.shape[3:])
         received = exchange.receive(block_dkv.new_empty(shape), (rank + step) % size)
         return received, exchange.start()
 

@@ -9,12 +9,9 @@ import typing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..kernels import KERNELS
+from ..modes import ENGINES, MODES
 from .refusal import let_first_process_speak
-
-# As in modes/ and kernels/, spelled out here so that --help need not import PyTorch; a test compares them.
-MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "data_parallel")
-ENGINES = ("easy_context", "library")
-KERNELS = ("auto", "flash_attn_4", "cudnn", "flash_attn", "torch_flash", "cpu", "reference")
 
 
 def _flag(default: Any, help: str, *, least: float | None = None, **options: Any) -> Any:
@@ -89,7 +86,9 @@ class Arguments:
         None, "processes that share a row; all of them if not given (data_parallel: 1)"
     )
     attn_kernel: str = _flag(
-        "auto", "attention kernel; auto takes the first that can serve, fastest on long rows first", choices=KERNELS
+        "auto",
+        "attention kernel; auto takes the first that can serve, fastest on long rows first",
+        choices=("auto", *KERNELS),
     )
     attn_engine: str = _flag(
         "easy_context",

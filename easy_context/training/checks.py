@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import name_flags, naming_flags
+from ..common.errors import name_flags
 from ..model.config import is_rope_base, load_config, model_problems, problems_of, set_rope_theta
 from .arguments import Arguments
 from .refusal import end_run
@@ -122,10 +122,10 @@ def _tracker_problems(args: Arguments) -> list[str]:
 
 def _sequence_parallel_size(args: Arguments, world_size: int) -> tuple[int | None, list[str]]:
     """Return the number of processes that share a row (None if the flag is wrong), and what is wrong with it."""
-    from ..mesh import sequence_size
+    from ..modes import find_mode
 
     try:
-        return sequence_size(args.sequence_parallel_size, world_size, args.parallel_mode), []
+        return find_mode(args.parallel_mode).sequence_size(args.sequence_parallel_size, world_size), []
     except ValueError as error:
         return None, [name_flags(str(error))]
 
@@ -152,41 +152,23 @@ def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
 
     from ..model.liger import choose_liger
 
-    library = args.attn_engine == "library"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
+    shared = model_problems(
+        args.model,
+        config,
+        mode=args.parallel_mode,
+        engine=args.attn_engine,
+        kernel=args.attn_kernel,
+        size=size,
+        seq_length=args.seq_length,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32,
+    )
     checks = [
         lambda: set_rope_theta(copy.deepcopy(config), args.rope_theta, args.seq_length),
         lambda: _check_dropout(config),
         lambda: choose_liger(args.liger, config),
     ]
-    if library:
-        checks.insert(0, lambda: _check_library(args, device, dtype, config))
-    kernel = None if library else args.attn_kernel
-    shared = model_problems(
-        args.model,
-        config,
-        mode=args.parallel_mode,
-        size=size,
-        seq_length=args.seq_length,
-        kernel=kernel,
-        device=device,
-        dtype=dtype,
-    )
     return [*shared, *problems_of(args.model, checks)]
-
-
-@naming_flags()
-def _check_library(args: Arguments, device: Any, dtype: Any, config: Any) -> None:
-    """Raise ValueError unless the library engine can compute attention here; it is imported only where it could."""
-    from ..engines import check_engine, get_engine
-    from ..huggingface import head_dim
-    from ..kernels.flash_attn import FlashAttnKernel
-
-    check_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
-    if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim(config)):
-        raise ValueError(f"--attn-engine library cannot be used here: {reason}. Use --attn-engine easy_context.")
-    get_engine(args.attn_engine, args.parallel_mode, args.attn_kernel)
 
 
 def _check_dropout(config: Any) -> None:

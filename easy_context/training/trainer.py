@@ -222,7 +222,7 @@ def split_batch(batch: Batch, device: torch.device | str) -> Batch:
     shard = shard_batch(mode.name, input_ids, targets, mesh, device)
     padding = shard["input_ids"].shape[1] * mesh.sequence_size - input_ids.shape[1]
     padded = F.pad(mask.long(), (0, padding))
-    return shard | {"attention_mask": mode.shard(padded, mesh.sequence_rank, mesh.sequence_size)}
+    return shard | {"attention_mask": mode.shard(padded)}
 
 
 def _mesh() -> CurrentMesh:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..huggingface import head_dim
-from ..mesh import sequence_size
+from ..modes import find_mode
 from .arguments import Arguments
 from .refusal import refusal
 
@@ -146,7 +146,7 @@ def memory_needed(choice: str, args: Arguments, config: Any, processes: int) -> 
         "optimizer": Memory((2 if in_half else 4) * own, 18 * own),
         "all": Memory(0.0, 20 * own),
     }[choice]
-    sharing = sequence_size(args.sequence_parallel_size, processes, args.parallel_mode)
+    sharing = find_mode(args.parallel_mode).sequence_size(args.sequence_parallel_size, processes)
     tokens = args.batch_size * math.ceil(args.seq_length / sharing)
     activations = activation_bytes(args, config, tokens)
     # The optimizer works on up to 1e9 parameters at a time, when activations are gone.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 
-from easy_context.kernels import AttentionKernel, AttentionMask, select_kernel
+from easy_context.kernels import AttentionMask, select_kernel
+from easy_context.kernels.base import AttentionKernel
 from easy_context.kernels.cpu import CpuKernel
 from easy_context.kernels.splitting import parts_within
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain_attention import attention_with_gradients, merge, plain_attention, random_inputs, relative_error
 
-from easy_context.kernels import _KERNELS, KERNELS, AttentionMask, check_kernel, select_kernel
+from easy_context.kernels import KERNELS, AttentionMask, _kernel, check_kernel, select_kernel
 
 CAUSAL, FULL = AttentionMask(causal=True), AttentionMask(causal=False)
 CPU_KERNELS = ("reference", "cpu")
@@ -198,6 +198,12 @@ def test_a_window_hides_the_keys_behind_it():
         assert relative_error(actual, right) < 1e-12
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_table_of_kernels_names_what_its_files_hold(name):
+    """The names stand there as text, so that --help need not import PyTorch."""
+    assert _kernel(name).name == name
+
+
 def test_auto_takes_the_first_kernel_that_can_serve():
     assert set(KERNELS) == {*CPU_KERNELS, *GPU_KERNELS}
     cpu = torch.device("cpu")
@@ -225,8 +231,7 @@ def test_a_package_that_does_not_import_is_passed_over(name, broken, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, broken, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    kernel = next(kernel for kernel in _KERNELS.values() if kernel.name == name)
-    reason = kernel.unsupported_reason(torch.device("cuda"), torch.bfloat16, 128)
+    reason = _kernel(name).unsupported_reason(torch.device("cuda"), torch.bfloat16, 128)
     assert "is installed but does not import (ImportError: undefined symbol: _ZN3c104cuda)" in reason
 
 

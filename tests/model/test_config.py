@@ -164,7 +164,7 @@ def test_all_that_a_model_cannot_do_is_listed_and_the_config_left_alone():
     assert window.startswith("--model name: sliding_window=32 is shorter than the row of 64 tokens")
     assert kernel.startswith("--attn-kernel cudnn cannot be used here")
     assert config.to_dict() == before
-    assert problems(config, kernel=None) == [heads, window]
+    assert problems(config) == [heads, window]
     assert problems(config, size=3, seq_length=30) == []
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ from family_models import family_model, patched, random_rows, sharded_step
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 from test_gpu_modes import LAYOUTS, run_on_gpus
 from test_modes import CAUSAL, Case, errors_of_mode, kernel_limit, random_cases
+from transformers import LlamaConfig
 
 from benchmarks.flash_attn_shim import ensure_flash_attn
-from easy_context.engines import ENGINES, check_engine, get_engine
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.modes import ENGINES, MODES, build_mode, find_mode
 from easy_context.training import arguments
 from easy_context.training import checks as argument_checks
 
@@ -36,13 +36,13 @@ def flash_attn_stand_in():
                 del sys.modules[name]
 
 
-def run_engine(engine: str, rank: int, size: int, whole: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, ...]:
+def run_engine(engine: str, whole: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, ...]:
     """This rank's shards of out, dq, dk, dv."""
-    mode, kernel_for = get_engine(engine, case.mode, "auto" if engine == "library" else case.kernel)
-    q, k, v, dout = (mode.shard(x, rank, size).contiguous() for x in whole)
+    mode = build_mode(case.mode, CurrentMesh(), engine)
+    q, k, v, dout = (mode.shard(x).contiguous() for x in whole)
     before = [x.clone() for x in (q, k, v, dout)]
-    kernel = kernel_for(q.device, case.dtype, case.dim)
-    settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel, "group": dist.group.WORLD}
+    kernel = mode.select_kernel("auto" if engine == "library" else case.kernel, q.device, case.dtype, case.dim)
+    settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel}
     out, residuals = mode.forward(q, k, v, **settings)
     gradients = mode.backward(dout, q, k, v, out, residuals, **settings)
     for x, copy in zip((q, k, v, dout), before, strict=True):
@@ -54,12 +54,12 @@ def run_engine(engine: str, rank: int, size: int, whole: list[torch.Tensor], cas
 
 def run_both(rank: int, size: int, cases: list[Case]) -> list[dict[str, tuple[torch.Tensor, ...]]]:
     with flash_attn_stand_in():
-        return [{engine: run_engine(engine, rank, size, case.inputs(), case) for engine in ENGINES} for case in cases]
+        return [{engine: run_engine(engine, case.inputs(), case) for engine in ENGINES} for case in cases]
 
 
 def differences(case: Case, shards: dict[str, list[tuple[torch.Tensor, ...]]]) -> dict[str, float]:
     """Relative norm of the library's results minus ours, over the whole row."""
-    unshard = get_mode(case.mode).unshard
+    unshard = build_mode(case.mode, Mesh(sequence_size=len(shards["library"]))).unshard
     library, ours = (
         [unshard(list(parts)) for parts in zip(*shards[engine], strict=True)] for engine in ("library", "easy_context")
     )
@@ -97,7 +97,7 @@ def test_bfloat16_is_as_exact_as_the_kernel(pool, name, size):
 def refuse_float32(rank: int, size: int) -> str:
     case = random_cases("zigzag_ring_attn", size, torch.float32, seed=1)[0]
     with flash_attn_stand_in(), pytest.raises(ValueError) as error:
-        run_engine("library", rank, size, case.inputs(), case)
+        run_engine("library", case.inputs(), case)
     return str(error.value)
 
 
@@ -125,8 +125,7 @@ def test_a_patched_model_learns_the_same(pool, name):
             assert relative_error(library_gradients[parameter], gradient) < 1e-5, parameter
 
 
-def test_names_spelled_out_for_help_are_the_real_ones():
-    assert arguments.ENGINES == ENGINES
+def test_the_flag_takes_our_engine_by_default():
     assert arguments.parse_arguments([]).attn_engine == "easy_context"
 
 
@@ -141,16 +140,16 @@ def test_names_spelled_out_for_help_are_the_real_ones():
 )
 def test_what_the_engine_lacks_is_refused(engine, mode, kernel, fragments):
     with pytest.raises(ValueError) as error:
-        get_engine(engine, mode, kernel)
+        find_mode(mode, engine).check_kernel_name(kernel)
     assert all(fragment in str(error.value) for fragment in fragments), error.value
 
 
 def test_every_other_combination_is_accepted():
     for mode in MODES:
-        check_engine("easy_context", mode, "cudnn")
+        find_mode(mode).check_kernel_name("cudnn")
     for mode in LIBRARY_MODES:
         for kernel in ("auto", "flash_attn"):
-            check_engine("library", mode, kernel)
+            find_mode(mode, "library").check_kernel_name(kernel)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch, miss
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, missing, None)  # Python's way to say that a package is not there
         with pytest.raises(ValueError) as error:
-            get_engine("library", mode)
+            build_mode(mode, Mesh(), "library")
         monkeypatch.undo()
     assert f"{install}" in str(error.value) and "attn_engine library" in str(error.value)
 
@@ -185,10 +184,10 @@ def test_the_flag_checks_refuse_it(monkeypatch, flags, fragments):
     """A CPU is refused here only: where a stand-in serves, as in the tests above, the engine itself works."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = arguments.parse_arguments(["--attn-engine", "library", *flags])
-    config = SimpleNamespace(hidden_size=32, num_attention_heads=4)
-    with flash_attn_stand_in(), pytest.raises(ValueError) as error:
-        argument_checks._check_engine(args, config)
-    assert all(fragment in str(error.value) for fragment in fragments), error.value
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4)
+    with flash_attn_stand_in():
+        problem = argument_checks._model_problems(args, config, 1)[0]
+    assert all(fragment in problem for fragment in fragments), problem
 
 
 def test_an_unknown_engine_is_refused_by_the_parser(capsys):
@@ -200,22 +199,21 @@ def test_an_unknown_engine_is_refused_by_the_parser(capsys):
 def _gpu_errors(rank, size, device, mode_name):
     """Relative norms gathered over the row: the library from float64, from ours, and the kernel alone from float64."""
     ensure_flash_attn()
-    kernel_for = get_engine("library", mode_name)[1]
-    unshard, rows = get_mode(mode_name).unshard, []
+    mode, rows = build_mode(mode_name, CurrentMesh(), "library"), []
     for seed, (batch, seq, heads, kv_heads, dim) in enumerate(LAYOUTS):
         case = Case(mode_name, batch, seq, heads, kv_heads, dim, torch.bfloat16, seed, kernel="torch_flash")
         whole = random_inputs(seed, batch, seq, seq, heads, kv_heads, dim, torch.bfloat16, device)
         expected = attention_with_gradients(*whole, case.scale)
-        kernel = kernel_for(device, torch.bfloat16, dim)
+        kernel = mode.select_kernel("auto", device, torch.bfloat16, dim)
         out, lse = kernel.forward(*whole[:3], case.scale, CAUSAL)
         alone = (out, *kernel.backward(whole[3], *whole[:3], out, lse, case.scale, CAUSAL))
-        library, ours = (run_engine(engine, rank, size, whole, case) for engine in ("library", "easy_context"))
+        library, ours = (run_engine(engine, whole, case) for engine in ("library", "easy_context"))
         for what, *parts, single in zip(NAMES, library, ours, alone, strict=True):
             gathered = []
             for part in parts:
                 shards = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
                 dist.all_gather(shards, part.contiguous())
-                gathered.append(unshard(shards))
+                gathered.append(mode.unshard(shards))
             right = getattr(expected, what)
             errors = relative_error(gathered[0], right), relative_error(*gathered), relative_error(single, right)
             rows.append((f"{seed} {what}", *errors))

@@ -45,9 +45,10 @@ def _on_gpu(rank, count, port, folder, function, *args):
 def _mode_errors(rank, size, device, mode_name, kernel_name):
     """Relative errors of the mode and of the kernel on one GPU, both against float64, gathered over the row."""
     from easy_context.kernels import AttentionMask, select_kernel
-    from easy_context.modes import get_mode
+    from easy_context.mesh import CurrentMesh
+    from easy_context.modes import build_mode
 
-    mode, causal, rows = get_mode(mode_name), AttentionMask(causal=True), []
+    mode, causal, rows = build_mode(mode_name, CurrentMesh()), AttentionMask(causal=True), []
     for seed, (batch, seq, heads, kv_heads, head_dim) in enumerate(LAYOUTS):
         try:
             kernel = select_kernel(kernel_name, device, torch.bfloat16, head_dim)
@@ -56,8 +57,8 @@ def _mode_errors(rank, size, device, mode_name, kernel_name):
         whole = random_inputs(seed, batch, seq, seq, heads, kv_heads, head_dim, torch.bfloat16, device)
         scale = head_dim**-0.5
         expected = attention_with_gradients(*whole, scale)
-        q, k, v, dout = (mode.shard(x, rank, size) for x in whole)
-        options = {"scale": scale, "mask": causal, "kernel": kernel, "group": dist.group.WORLD}
+        q, k, v, dout = (mode.shard(x) for x in whole)
+        options = {"scale": scale, "mask": causal, "kernel": kernel}
         out, residuals = mode.forward(q, k, v, **options)
         results = (out, *mode.backward(dout, q, k, v, out, residuals, **options))
         out, lse = kernel.forward(*whole[:3], scale, causal)

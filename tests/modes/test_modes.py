@@ -11,11 +11,18 @@ from plain_attention import attention_with_gradients, random_inputs, relative_er
 from transformers import LlamaConfig
 
 from easy_context.kernels import AttentionMask, select_kernel
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.modes import MODES, build_mode, find_mode
+from easy_context.modes.base import ParallelMode
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 CAUSAL = AttentionMask(causal=True)
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
+
+
+def splitting(name: str, size: int, rank: int = 0) -> ParallelMode:
+    """A mode that can only split rows, over `size` ranks as `rank` sees them."""
+    return build_mode(name, Mesh(sequence_rank=rank, sequence_size=size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +75,7 @@ def random_cases(
     rng, cases = random.Random(seed), []
     for layout in ("equal", "grouped", "single"):
         for batch in (1, 2):
-            multiple = get_mode(name).multiple_of(world_size)
+            multiple = splitting(name, world_size).multiple_of
             length = multiple * rng.randint(-(-lengths[0] // multiple), max(1, lengths[1] // multiple))
             heads, kv_heads = head_counts(rng, layout, name, world_size)
             dim = rng.choice([8, 16, 32])
@@ -76,13 +83,13 @@ def random_cases(
     return cases
 
 
-def run_case(rank: int, world_size: int, case: Case, group) -> tuple[torch.Tensor, ...]:
+def run_case(case: Case) -> tuple[torch.Tensor, ...]:
     """This rank's shards of out, dq, dk, dv."""
-    mode = get_mode(case.mode)
+    mode = build_mode(case.mode, CurrentMesh())
     kernel = select_kernel(case.kernel, torch.device("cpu"), case.dtype, case.dim)
-    q, k, v, dout = (mode.shard(x, rank, world_size).contiguous() for x in case.inputs())
+    q, k, v, dout = (mode.shard(x).contiguous() for x in case.inputs())
     before = [x.clone() for x in (q, k, v, dout)]
-    settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel, "group": group}
+    settings = {"scale": case.scale, "mask": CAUSAL, "kernel": kernel}
     out, residuals = mode.forward(q, k, v, **settings)
     assert isinstance(residuals, tuple) and all(isinstance(x, torch.Tensor) for x in residuals)
     assert torch.isfinite(out).all(), f"out is not finite: {case}"
@@ -96,14 +103,14 @@ def run_case(rank: int, world_size: int, case: Case, group) -> tuple[torch.Tenso
 
 
 def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[tuple[torch.Tensor, ...]]:
-    return [run_case(rank, world_size, case, dist.group.WORLD) for case in cases]
+    return [run_case(case) for case in cases]
 
 
 def errors_of_mode(case: Case, shards: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
     """Relative norm against float64 of what the ranks hold together."""
     q, k, v, dout = case.inputs()
     expected = attention_with_gradients(q, k, v, dout, case.scale)
-    mode = get_mode(case.mode)
+    mode = splitting(case.mode, len(shards))
     names = ("out", "dq", "dk", "dv")
     whole = {what: mode.unshard([shard[i] for shard in shards]) for i, what in enumerate(names)}
     return {what: relative_error(value, getattr(expected, what)) for what, value in whole.items()}
@@ -162,7 +169,7 @@ def test_blocks_whose_lse_lie_far_apart_merge(pool, name, world_size):
     """
     cases = []
     for seed, gap in enumerate((200.0, -200.0)):
-        length = get_mode(name).multiple_of(world_size) * 4
+        length = splitting(name, world_size).multiple_of * 4
         heads = 2 * world_size
         shape = (1, length, heads, heads, 16, torch.float32)
         cases.append(Case(name, *shape, seed, kernel="reference", lse_gap=gap))
@@ -174,14 +181,14 @@ def test_blocks_whose_lse_lie_far_apart_merge(pool, name, world_size):
 def test_one_process_without_a_group(name):
     assert not dist.is_initialized()
     for case in random_cases(name, 1, torch.float32, seed=300):
-        for what, error in errors_of_mode(case, [run_case(0, 1, case, None)]).items():
+        for what, error in errors_of_mode(case, [run_case(case)]).items():
             assert error < 1e-5, f"{what}: {case}"
 
 
 def refuse_other_masks(rank: int, world_size: int) -> None:
     for name in SPLITTING_MODES:
-        mode, x = get_mode(name), torch.zeros(1, 4, 2, 8)
-        settings = {"scale": 1.0, "kernel": select_kernel("reference", x.device, x.dtype, 8), "group": dist.group.WORLD}
+        mode, x = build_mode(name, CurrentMesh()), torch.zeros(1, 4, 2, 8)
+        settings = {"scale": 1.0, "kernel": select_kernel("reference", x.device, x.dtype, 8)}
         for mask in (AttentionMask(window=3), AttentionMask(causal=False)):
             with pytest.raises(ValueError, match=f"{name} splits the row.*use data_parallel"):
                 mode.forward(x, x, x, mask=mask, **settings)
@@ -206,41 +213,42 @@ def test_data_parallel_is_the_local_kernel(pool, dtype):
 def test_shard_and_unshard_are_inverses(name):
     rng = random.Random(500)
     for world_size in WORLD_SIZES:
-        mode = get_mode(name)
+        modes = [splitting(name, world_size, rank) for rank in range(world_size)]
         for dim in (0, 1, 2):
             shape = [2, 2, 2]
-            shape[dim] = mode.multiple_of(world_size) * rng.randint(1, 4)
+            shape[dim] = modes[0].multiple_of * rng.randint(1, 4)
             whole = torch.arange(math.prod(shape)).reshape(shape)
-            shards = [mode.shard(whole, rank, world_size, dim=dim) for rank in range(world_size)]
+            shards = [mode.shard(whole, dim=dim) for mode in modes]
             assert len({shard.shape for shard in shards}) == 1
-            assert torch.equal(mode.unshard(shards, dim=dim), whole), (name, world_size, dim)
+            assert torch.equal(modes[-1].unshard(shards, dim=dim), whole), (name, world_size, dim)
 
 
 def test_data_parallel_shards_nothing():
-    mode, whole = get_mode("data_parallel"), torch.arange(14).reshape(2, 7)
-    assert mode.multiple_of(8) == 1
+    whole = torch.arange(14).reshape(2, 7)
     for rank in range(3):
-        assert torch.equal(mode.shard(whole, rank, 3), whole)
+        mode = splitting("data_parallel", 3, rank)
+        assert mode.multiple_of == 1
+        assert torch.equal(mode.shard(whole), whole)
 
 
 @pytest.mark.parametrize("name", SPLITTING_MODES)
 def test_chunk_indices_say_what_shard_does(name):
     for world_size in WORLD_SIZES:
-        mode = get_mode(name)
-        held = [list(mode.chunk_indices(rank, world_size)) for rank in range(world_size)]
+        mode = splitting(name, world_size)
+        held = [list(mode.chunk_indices(rank)) for rank in range(world_size)]
         count = sum(len(chunks) for chunks in held)
         assert sorted(sum(held, [])) == list(range(count))
         whole = torch.arange(3 * count)[None]
         chunks = whole.chunk(count, dim=1)
         for rank in range(world_size):
             expected = torch.cat([chunks[index] for index in held[rank]], dim=1)
-            assert torch.equal(mode.shard(whole, rank, world_size), expected)
+            assert torch.equal(splitting(name, world_size, rank).shard(whole), expected)
 
 
 def test_zigzag_gives_an_early_and_a_late_chunk():
-    assert list(get_mode("zigzag_ring_attn").chunk_indices(1, 4)) == [1, 6]
-    assert list(get_mode("dist_flash_attn").chunk_indices(1, 3)) == [1]
-    assert list(get_mode("dist_flash_attn").chunk_indices(1, 4)) == [2, 3]  # halves of a shard, for the shared step
+    assert splitting("zigzag_ring_attn", 4).chunk_indices(1) == [1, 6]
+    assert splitting("dist_flash_attn", 3).chunk_indices(1) == [1]
+    assert splitting("dist_flash_attn", 4).chunk_indices(1) == [2, 3]  # halves of a shard, for the shared step
 
 
 def llama(heads: int, kv_heads: int) -> LlamaConfig:
@@ -249,13 +257,19 @@ def llama(heads: int, kv_heads: int) -> LlamaConfig:
 
 def test_ulysses_names_the_modes_for_heads_it_cannot_share():
     with pytest.raises(ValueError, match="(?s)6.*4") as error:
-        get_mode("ulysses_attn").check(llama(6, 2), 64, 4)
+        splitting("ulysses_attn", 4).check(llama(6, 2), 64)
     assert "zigzag_ring_attn" in str(error.value) and "dist_flash_attn" in str(error.value)
-    get_mode("ulysses_attn").check(llama(6, 2), 66, 3)
+    splitting("ulysses_attn", 3).check(llama(6, 2), 66)
     for name in ("zigzag_ring_attn", "dist_flash_attn"):
-        get_mode(name).check(llama(6, 1), 64, 4)
+        splitting(name, 4).check(llama(6, 1), 64)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_table_of_modes_names_what_its_files_hold(name):
+    """The names stand there as text, so that --help need not import PyTorch."""
+    assert find_mode(name).name == name
 
 
 def test_an_unknown_mode_is_named_with_the_valid_ones():
     with pytest.raises(ValueError, match="(?s)ring_of_fire.*zigzag_ring_attn"):
-        get_mode("ring_of_fire")
+        find_mode("ring_of_fire")

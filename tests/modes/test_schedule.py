@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from easy_context.kernels import AttentionMask
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.modes import MODES, build_mode
 
-BALANCED_MODES = tuple(name for name in MODES if name not in ("data_parallel",))
+BALANCED_MODES = tuple(name for name in MODES if name != "data_parallel")
 
 
 @dataclasses.dataclass
@@ -40,9 +40,9 @@ class CountingKernel:
 
 def count_work(rank: int, world_size: int, name: str, length: int, heads: int):
     """(forward calls, backward calls): the work of each call in units of one rank's full block of all heads."""
-    mode, kernel = get_mode(name), CountingKernel()
-    q, k, v, dout = (mode.shard(torch.zeros(1, length, heads, 4), rank, world_size).contiguous() for _ in range(4))
-    settings = {"scale": 0.5, "mask": AttentionMask(), "kernel": kernel, "group": dist.group.WORLD}
+    mode, kernel = build_mode(name, CurrentMesh()), CountingKernel()
+    q, k, v, dout = (mode.shard(torch.zeros(1, length, heads, 4)).contiguous() for _ in range(4))
+    settings = {"scale": 0.5, "mask": AttentionMask(), "kernel": kernel}
     out, residuals = mode.forward(q, k, v, **settings)
     mode.backward(dout, q, k, v, out, residuals, **settings)
     block = (length / world_size) ** 2 * heads
@@ -53,7 +53,7 @@ def count_work(rank: int, world_size: int, name: str, length: int, heads: int):
 @pytest.mark.parametrize("name", BALANCED_MODES)
 def test_every_rank_does_the_same_work(pool, name, world_size):
     """A causal square of W x W blocks holds W * W / 2 of work: W / 2 for each rank, and no rank more."""
-    length = 12 * get_mode(name).multiple_of(world_size)
+    length = 12 * build_mode(name, Mesh(sequence_size=world_size)).multiple_of
     counts = pool.run(count_work, world_size, name, length, world_size)
     for direction in (0, 1):
         totals = [sum(count[direction]) for count in counts]

@@ -196,9 +196,10 @@ def test_attention_of_lone_ranks(tmp_path):
 @pytest.mark.parametrize("rank,size", [(0, 2), (1, 2), (2, 4)])
 def test_a_lone_rank_computes_what_it_does_among_others(mode, rank, size):
     """Calls of the kernel and their shapes; that they are right among others is tested in test_modes.py."""
-    from easy_context.attention import AttentionPlan
+    from easy_context.attention import AttentionSettings
     from easy_context.kernels import AttentionMask, select_kernel
-    from easy_context.modes import get_mode
+    from easy_context.mesh import CurrentMesh
+    from easy_context.modes import build_mode
 
     pairs = []  # (query, key) pairs of each call
 
@@ -207,8 +208,8 @@ def test_a_lone_rank_computes_what_it_does_among_others(mode, rank, size):
             pairs.append(q.shape[1] * k.shape[1] * q.shape[2] // (2 if mask.causal else 1))
             return super().forward(q, k, v, scale, mask)
 
-    plan = AttentionPlan(get_mode(mode), 1.0, AttentionMask(causal=True), Counting(), None)
-    method = loopback.alone(plan, rank, size)
+    settings = AttentionSettings(build_mode(mode, CurrentMesh()), Counting(), 1.0, AttentionMask(causal=True))
+    method = loopback.alone(settings, rank, size)
     q, k, v = (method.shard(torch.randn(1, 480, 4, 8)).requires_grad_() for _ in range(3))
     with method.session():
         out = method.run(q, k, v)

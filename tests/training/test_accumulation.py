@@ -6,11 +6,11 @@ must give what it gives in float64, rounded once: an intermediate result in bflo
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from easy_context.kernels import AttentionMask
 from easy_context.kernels.merge import merge_block_
-from easy_context.modes import MODES, get_mode
+from easy_context.mesh import CurrentMesh
+from easy_context.modes import MODES, build_mode
 from easy_context.modes.base import accumulator
 
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
@@ -40,11 +40,11 @@ class BlocksOfRandomNumbers:
 
 def results_in_both_dtypes(rank: int, world_size: int, name: str) -> list[tuple[torch.Tensor, ...]]:
     """(out, lse, dq, dk, dv) of this rank in bfloat16 and in float64."""
-    mode, results = get_mode(name), []
+    mode, results = build_mode(name, CurrentMesh()), []
     for dtype in (torch.bfloat16, torch.float64):
-        rows = 2 * mode.multiple_of(world_size)
-        q, k, v = (torch.zeros(1, rows, heads, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        settings = {"scale": 1.0, "mask": AttentionMask(), "group": dist.group.WORLD}
+        tokens = 2 * mode.multiple_of
+        q, k, v = (torch.zeros(1, tokens, heads, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        settings = {"scale": 1.0, "mask": AttentionMask()}
         out, (lse,) = mode.forward(q, k, v, kernel=BlocksOfRandomNumbers(rank, dtype), **settings)
         # out and lse are not read by the stand-in; the same ones for both dtypes.
         grads = mode.backward(q, q, k, v, q, (lse,), kernel=BlocksOfRandomNumbers(rank, dtype), **settings)

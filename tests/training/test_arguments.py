@@ -140,14 +140,6 @@ def test_the_originals_flags_and_defaults_parse():
     assert args.report_to == "wandb"
 
 
-def test_names_spelled_out_for_help_are_the_real_ones():
-    from easy_context.kernels import KERNELS
-    from easy_context.modes import MODES
-
-    assert set(arguments.MODES) == set(MODES)
-    assert list(arguments.KERNELS) == ["auto", *KERNELS]
-
-
 @pytest.mark.parametrize(
     "flags, fragments",
     [

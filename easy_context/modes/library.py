@@ -1,0 +1,67 @@
+"""What the modes of `--attn-engine library` share: libraries that are imported when built, and flash-attn as kernel."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..kernels.flash_attn import FlashAttnKernel
+from .base import ParallelMode
+
+
+class LibraryMode(ParallelMode):
+    """Puts a library's attention over several ranks in place of a mode's; put it before the mode among the bases."""
+
+    @classmethod
+    def check_kernel_name(cls, name):
+        if name not in ("auto", FlashAttnKernel.name):
+            raise ValueError(
+                f"attn_kernel {name} cannot be used with attn_engine library, whose libraries call flash-attn: "
+                f"use attn_kernel auto or {FlashAttnKernel.name}"
+            )
+
+    @classmethod
+    def check_kernel(cls, name, device, dtype, head_dim):
+        cls.check_kernel_name(name)
+        if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim):
+            raise ValueError(f"attn_engine library cannot be used here: {reason}. Use attn_engine easy_context.")
+
+    @classmethod
+    def select_kernel(cls, name, device, dtype, head_dim):
+        # Not by name: what is found under flash-attn's names may be a stand-in, which also serves without CUDA.
+        return FlashAttnKernel()
+
+
+def import_library(module: str, requirement: str, importer: Callable[[str], Any] = importlib.import_module) -> Any:
+    """Import a library's module, and flash-attn, which all of them call.
+
+    Raises:
+        ValueError: one does not import; the message names what to install.
+    """
+    for name, install, run in (
+        ("flash_attn.flash_attn_interface", "flash-attn --no-build-isolation", importlib.import_module),
+        (module, requirement, importer),
+    ):
+        try:
+            library = run(name)
+        except ImportError as error:
+            raise ValueError(
+                f"attn_engine library cannot import {name} ({error}): pip install {install}, or use "
+                "attn_engine easy_context"
+            ) from error
+    return library
+
+
+def import_without_package(module: str) -> Any:
+    """Import `package.module` without running the package's `__init__`, for packages whose `__init__` no longer works.
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
+    """
+    package = module.partition(".")[0]
+    if package not in sys.modules:
+        if (spec := importlib.util.find_spec(package)) is None:
+            raise ModuleNotFoundError(f"{package.replace('_', '-')} is not installed")
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(module)
