@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import easy_context
 from easy_context.kernels import select_kernel
 from easy_context.loss import next_token_targets
+from easy_context.memory.plan import KEEP_EVERYTHING, parse_memory_plan
+from easy_context.memory.recompute import apply_memory_plan
 from easy_context.mesh import CurrentMesh
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -143,6 +145,14 @@ def checkpointing(model, **settings):
         easy_context.remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     yield model
     model.gradient_checkpointing_disable()
+
+
+@contextlib.contextmanager
+def planned(model, text: str):
+    """The model under the memory plan of this text inside the block, without checkpointing after it."""
+    apply_memory_plan(model, parse_memory_plan(text, len(model.model.layers)))
+    yield model
+    apply_memory_plan(model, (KEEP_EVERYTHING,) * len(model.model.layers))
 
 
 @contextlib.contextmanager

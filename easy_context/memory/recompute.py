@@ -1,29 +1,66 @@
-"""Gradient checkpointing that keeps attention's results and puts layer inputs into host memory.
+"""Gradient checkpointing that keeps of each layer what a memory plan says, on the GPU or in host memory.
 
-A checkpointed layer runs without a graph; in backward it runs again with one. Its input waits on the host (as Unsloth's
-offloaded checkpointing does), and its attention is not computed a second time: see `layer_run.LayerRun`.
+A checkpointed layer runs without a graph; in backward it runs again with one. What the plan keeps is not computed a
+second time: attention's results and the outputs of linear layers (see `layer_run.LayerRun`). Inputs wait on the host,
+as in Unsloth's offloaded checkpointing, or on the GPU, or are made once more from the layer before.
 """
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import transformers.modeling_utils
+from torch.autograd.graph import get_gradient_edge
 
 from .autocast import autocast_as_now
 from .layer_run import LayerRun, layer_run
 from .offload import OffloadedTensors, release_host_memory
+from .plan import LayerPlan, MemoryPlan, check_memory_plan
+from .projections import apply_known_projections
+from .tiled_mlp import apply_tiled_mlp
 
-KEEP_ATTENTION = ("gpu", "cpu", "none")
 _original_checkpoint: Callable | None = None
+_newest = threading.local()  # `layer`, `output`: the checkpointed layer that ran last, if the next one keeps no input
+
+
+def apply_memory_plan(model: torch.nn.Module, plan: MemoryPlan, *, mlp_tile_size: int = 0) -> torch.nn.Module:
+    """Make a Hugging Face decoder keep for its backward what `plan` says, and recompute the rest.
+
+    Args:
+        model: with `model.layers`; call this before DeepSpeed or DDP wraps it.
+        plan: one entry for each layer.
+        mlp_tile_size: tokens of a tile of the MLPs that are recomputed (see `apply_tiled_mlp`); 0 for whole MLPs.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the plan has another number of layers, or backward could not follow it.
+    """
+    layers = model.model.layers
+    if len(plan) != len(layers):
+        raise ValueError(f"a memory plan for {len(plan)} layers does not go with a model of {len(layers)}")
+    check_memory_plan(plan)
+    for layer, keeps, after in zip(layers, plan, (*plan[1:], None), strict=True):
+        makes_input = after is not None and after.input == "none"
+        layer.gradient_checkpointing = not keeps.everything
+        layer._gradient_checkpointing_func = functools.partial(checkpoint_layer, keeps=keeps, makes_input=makes_input)
+        apply_known_projections(layer, model.config.model_type)
+    if mlp_tile_size:
+        recomputed = [layer for layer, keeps in zip(layers, plan, strict=True) if not keeps.everything]
+        apply_tiled_mlp(model, mlp_tile_size, recomputed)
+    return model
 
 
 def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
     *, offload: bool = True, keep_attention: str = "gpu"
 ) -> None:
     """Make Hugging Face's `model.gradient_checkpointing_enable()`, called afterwards, use this module's checkpointing.
+
+    `apply_memory_plan` does more: a plan for each layer, and less to recompute.
 
     Args:
         offload: put the layers' inputs into host memory (pinned, copied while the GPU computes); False keeps them on
@@ -35,13 +72,10 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
         ValueError: an unknown `keep_attention`.
     """
     global _original_checkpoint
-    if keep_attention not in KEEP_ATTENTION:
-        raise ValueError(f"keep_attention {keep_attention!r} is unknown; choose one of {', '.join(KEEP_ATTENTION)}")
+    keeps = LayerPlan(input="cpu" if offload else "gpu", attention=keep_attention)
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     _original_checkpoint = transformers.modeling_utils.checkpoint
-    transformers.modeling_utils.checkpoint = functools.partial(
-        checkpoint_layer, offload=offload, keep_attention=keep_attention
-    )
+    transformers.modeling_utils.checkpoint = functools.partial(checkpoint_layer, keeps=keeps)
 
 
 def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
@@ -59,8 +93,8 @@ def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
 def checkpoint_layer(
     function: Callable,
     *args: Any,
-    offload: bool = True,
-    keep_attention: str = "gpu",
+    keeps: LayerPlan = LayerPlan(),  # noqa: B008 - frozen
+    makes_input: bool = False,
     preserve_rng_state: bool = True,
     use_reentrant: bool | None = None,
 ) -> Any:
@@ -68,9 +102,9 @@ def checkpoint_layer(
 
     Args:
         function: a layer; tensors that need gradients are positional arguments, parameters may be anywhere.
-        args: what it is called with.
-        offload: keep the tensors of `args` on the host meanwhile.
-        keep_attention: see `apply_unsloth_offloaded_gradient_checkpoint_monkey_patch`.
+        args: what it is called with; the hidden states first.
+        keeps: what stays for backward, and where.
+        makes_input: the next layer keeps no input, and in backward has this one make it again.
         preserve_rng_state: draw the same dropout masks in the second run.
         use_reentrant: accepted for `gradient_checkpointing_kwargs`; this checkpointing is of the reentrant kind either
             way, and works without an input that requires gradients.
@@ -80,75 +114,117 @@ def checkpoint_layer(
     """
     # A layer with trainable parameters but a frozen input still needs a node in the graph; this tensor makes one.
     trigger = torch.empty(0, requires_grad=True)
-    settings = {"offload": offload, "keep_attention": keep_attention, "preserve_rng_state": preserve_rng_state}
+    settings = {"keeps": keeps, "makes_input": makes_input, "preserve_rng_state": preserve_rng_state}
     return _CheckpointedLayer.apply(trigger, function, settings, *args)
 
 
 class _CheckpointedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, trigger, function, settings, *args):
+        keeps = settings["keeps"]
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        ctx.function = function
-        ctx.context = _RunContext(device, settings["preserve_rng_state"])
-        keep = settings["keep_attention"]
-        run = LayerRun(recomputing=False, attention=None if keep == "none" else [])
+        context = _RunContext(tensors[0].device if tensors else torch.device("cpu"), settings["preserve_rng_state"])
+        run = LayerRun(
+            attention=None if keeps.attention == "none" else [],
+            projections=None if keeps.projections == "none" else [],
+        )
         with layer_run(run):
             outputs = function(*args)
-        ctx.put_away = _PutAway(args, run.attention, settings["offload"], keep == "cpu")
+        ctx.first_run = _FirstRun(function, context, args, run, keeps)
+        if settings["makes_input"]:
+            _newest.layer, _newest.output = ctx.first_run, outputs.detach()
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
-        if ctx.put_away is None:
+        if ctx.first_run is None:
             raise RuntimeError("a checkpointed layer was run backward twice; its input was freed after the first time")
-        args, attention = ctx.put_away.fetch()
-        run = LayerRun(recomputing=True, attention=attention)
-        with ctx.context.restored(), torch.enable_grad(), layer_run(run):
-            outputs = ctx.function(*args)
+        args, outputs = ctx.first_run.run_with_graph()
+        ctx.first_run = None  # free what this layer kept
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.function = ctx.put_away = attention = run = None  # free what this layer kept
         pairs = [
-            (output, grad)
+            (get_gradient_edge(output), grad)
             for output, grad in zip(outputs, grads, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad and grad is not None
         ]
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        del outputs  # only their graph is needed
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         return (None, None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in args))
 
 
-class _PutAway:
-    """A layer's arguments and what its attention calls recorded, until backward runs the layer again.
+class _FirstRun:
+    """What a layer's first run leaves for its backward: what to run again, in which setting, and what was kept.
 
     What waits on the host is one group, so that backward, which fetches one layer ahead, fetches all of it.
     """
 
     def __init__(
-        self, args: tuple, attention: list[tuple[torch.Tensor, ...]] | None, offload: bool, offload_attention: bool
+        self, function: Callable, context: "_RunContext", args: tuple, run: LayerRun, keeps: LayerPlan
     ) -> None:
-        """`offload` moves floating-point tensors among `args` to the host, `offload_attention` the recorded ones."""
+        """Start moving to the host what `keeps` has there: floating-point tensors among `args`, recorded results."""
+        self._function, self._context = function, context
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
-        self._lengths = None if attention is None else [len(result) for result in attention]
-        recorded = [tensor for result in attention or () for tensor in result]
-        self._moved = [offload and isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
-        self._moved += [offload_attention] * len(recorded)
-        values = [*args, *recorded]
-        self._kept = [None if moved else x for x, moved in zip(values, self._moved, strict=True)]
-        self._offloaded = OffloadedTensors([x.detach() for x, moved in zip(values, self._moved, strict=True) if moved])
+        self._before = _take_layer_that_made(args[0]) if keeps.input == "none" else None
+        if self._before is not None:
+            args = (None, *args[1:])
+        self._lengths = None if run.attention is None else [len(result) for result in run.attention]
+        self._recorded_projections = run.projections is not None
+        recorded = [tensor for result in run.attention or () for tensor in result]
+        moved = [keeps.input == "cpu" and isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
+        moved += [keeps.attention == "cpu"] * len(recorded)
+        moved += [keeps.projections == "cpu"] * len(run.projections or ())
+        values = [*args, *recorded, *(run.projections or ())]
+        self._moved = moved
+        self._values = [None if away else x for x, away in zip(values, moved, strict=True)]
+        self._offloaded = OffloadedTensors([x.detach() for x, away in zip(values, moved, strict=True) if away])
 
-    def fetch(self) -> tuple[list, list[tuple[torch.Tensor, ...]] | None]:
-        """The arguments, as leaves of a new graph, and the recorded results."""
-        fetched = iter(self._offloaded.fetch())
-        values = [next(fetched) if moved else x for x, moved in zip(self._kept, self._moved, strict=True)]
+    def run_with_graph(self) -> tuple[list, Any]:
+        """Run the layer again, once.
+
+        Returns:
+            The arguments, as leaves of a new graph, and what the layer returns, whose values mean nothing.
+        """
+        args, attention, projections = self._fetch()
+        self._values = self._before = None
         args = [
             x.detach().requires_grad_(needs) if isinstance(x, torch.Tensor) else x
-            for x, needs in zip(values, self._requires_grad, strict=False)
+            for x, needs in zip(args, self._requires_grad, strict=True)
         ]
-        if self._lengths is None:
-            return args, None
-        recorded = iter(values[len(args) :])
-        attention = [tuple(next(recorded) for _ in range(length)) for length in self._lengths]
-        return args, attention
+        run = LayerRun(recomputing=True, attention=attention, projections=projections, output_unread=True)
+        with self._context.restored(), torch.enable_grad(), layer_run(run):
+            return args, self._function(*args)
+
+    def output(self) -> Any:
+        """Return what the layer returned: run it again without a graph, for the layer after it that kept no input."""
+        args, attention, _ = self._fetch()
+        # Projections are computed anew: Liger would change the kept ones where they lie, which are needed once more.
+        with self._context.restored(), torch.no_grad(), layer_run(LayerRun(recomputing=True, attention=attention)):
+            return self._function(*args)
+
+    def _fetch(self) -> tuple[list, list[tuple[torch.Tensor, ...]] | None, list[torch.Tensor] | None]:
+        """Return the arguments, attention's results and the projections, and hold them on the device from now on."""
+        if self._offloaded is not None:
+            fetched = iter(self._offloaded.fetch())
+            self._values = [next(fetched) if away else x for x, away in zip(self._values, self._moved, strict=True)]
+            self._offloaded = None
+        if self._before is not None:
+            self._values[0], self._before = self._before.output(), None
+        values = iter(self._values)
+        args = [next(values) for _ in self._requires_grad]
+        lengths = self._lengths
+        attention = None if lengths is None else [tuple(next(values) for _ in range(length)) for length in lengths]
+        return args, attention, list(values) if self._recorded_projections else None
+
+
+def _take_layer_that_made(hidden: torch.Tensor) -> _FirstRun | None:
+    """Return the newest checkpointed layer if `hidden` is its output as it came out, None if something lies between.
+
+    Hooks between two layers, ZeRO-3's for one, may make another tensor of the same memory.
+    """
+    layer, output = getattr(_newest, "layer", None), getattr(_newest, "output", None)
+    _newest.layer = _newest.output = None
+    same = output is not None and (output.data_ptr(), output.shape) == (hidden.data_ptr(), hidden.shape)
+    return layer if same else None
 
 
 class _RunContext:

@@ -6,21 +6,24 @@ Sequence Training, arXiv 2506.13996, tiles likewise but runs the forward a third
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from .autocast import autocast_as_now, autocast_dtype
-from .layer_run import current_layer_run
+from .layer_run import LayerRun, current_layer_run, layer_run
 
 
-def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.Module:
-    """Run the MLP of every decoder layer in tiles of the sequence.
+def apply_tiled_mlp(
+    model: torch.nn.Module, tile_size: int = 16384, layers: Iterable[torch.nn.Module] | None = None
+) -> torch.nn.Module:
+    """Run the MLPs of decoder layers in tiles of the sequence.
 
     Args:
         model: a Hugging Face decoder with `model.layers[i].mlp`, trained with this package's gradient checkpointing.
             Call it before DeepSpeed or DDP wraps the model.
         tile_size: tokens of the local shard in one tile; shards that are not longer run as usual.
+        layers: those of the model whose MLPs run in tiles; all of them if None.
 
     Returns:
         The same model.
@@ -30,7 +33,7 @@ def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.
     """
     if tile_size < 1:
         raise ValueError(f"tile_size must be a positive number of tokens, got {tile_size}")
-    for layer in model.model.layers:
+    for layer in model.model.layers if layers is None else layers:
         mlp = layer.mlp
         mlp.forward = types.MethodType(_tiled_forward(mlp.forward, tile_size), mlp)
     # ZeRO-3 gathers the weights of a leaf module together, and a tile needs all of the MLP's. The mark has no effect
@@ -43,7 +46,9 @@ def apply_tiled_mlp(model: torch.nn.Module, tile_size: int = 16384) -> torch.nn.
 
 def _tiled_forward(whole_forward: Callable, tile_size: int) -> Callable:
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.shape[1] <= tile_size:
+        run = current_layer_run()
+        keeps_projections = run is not None and run.projections is not None
+        if hidden.shape[1] <= tile_size or keeps_projections:
             return whole_forward(hidden)
         return _TiledMLP.apply(hidden, whole_forward, tile_size, *self.parameters())
 
@@ -60,7 +65,7 @@ class _TiledMLP(torch.autograd.Function):
         ctx.autocast = autocast_as_now(hidden.device)
         out = torch.empty_like(hidden, dtype=autocast_dtype(hidden))
         run = current_layer_run()
-        if run is None or not run.recomputing:
+        if run is None or not run.output_unread:
             for tile, rows in zip(hidden.split(tile_size, dim=1), out.split(tile_size, dim=1), strict=True):
                 rows.copy_(mlp(tile))
         return out
@@ -74,7 +79,8 @@ class _TiledMLP(torch.autograd.Function):
         for start in range(0, hidden.shape[1], ctx.tile_size):
             rows = slice(start, start + ctx.tile_size)
             tile = hidden[:, rows].detach().requires_grad_(dhidden is not None)
-            with torch.enable_grad(), ctx.autocast():
+            # Only the graph of a tile's output is needed, not its values.
+            with torch.enable_grad(), ctx.autocast(), layer_run(LayerRun(recomputing=True, output_unread=True)):
                 out = ctx.mlp(tile)
             inputs = ([tile] if dhidden is not None else []) + trained
             grads = list(torch.autograd.grad(out, inputs, dout[:, rows]))

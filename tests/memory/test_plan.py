@@ -1,0 +1,64 @@
+"""A memory plan in words and as a value."""
+
+import pytest
+
+from easy_context.memory.plan import KEEP_EVERYTHING, LayerPlan, format_memory_plan, parse_memory_plan
+
+ATTENTION = LayerPlan()
+ON_HOST = LayerPlan(input="cpu", attention="cpu", projections="cpu")
+NOTHING = LayerPlan(input="none", attention="none")
+
+
+@pytest.mark.parametrize(
+    "text,plan",
+    [
+        ("all", (KEEP_EVERYTHING,) * 4),
+        ("input+attention", (ATTENTION,) * 4),
+        ("attention + input", None),
+        ("input@cpu+attention@cpu+projections@cpu", (ON_HOST,) * 4),
+        ("input@gpu", (LayerPlan(attention="none"),) * 4),
+        ("input+attention,nothing", (ATTENTION, NOTHING) * 2),
+        ("input+attention, attention, nothing", (ATTENTION, LayerPlan(input="none"), NOTHING, ATTENTION)),
+        ("1*input+attention,3 * all", (ATTENTION,) + (KEEP_EVERYTHING,) * 3),
+    ],
+)
+def test_texts_and_plans(text, plan):
+    if plan is None:
+        with pytest.raises(ValueError, match="no entry"):
+            parse_memory_plan(text, 4)
+        return
+    assert parse_memory_plan(text, 4) == plan
+    assert parse_memory_plan(format_memory_plan(plan), 4) == plan
+
+
+def test_the_text_of_a_plan_is_short():
+    assert format_memory_plan((ATTENTION,) * 32) == "input+attention"
+    assert format_memory_plan((ATTENTION, NOTHING) * 16) == "input+attention,nothing"
+    assert format_memory_plan((ATTENTION,) * 30 + (KEEP_EVERYTHING,) * 2) == "30*input+attention,2*all"
+    assert format_memory_plan((ON_HOST,)) == "input@cpu+attention@cpu+projections@cpu"
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("everything", "'everything' in memory plan 'everything'"),
+        ("input+input", "given twice"),
+        ("input@disk", "'input@disk'"),
+        ("input@", "'input@'"),
+        ("input+all", "'all'"),
+        ("", "no entry"),
+        ("0*all", "no entry"),
+        ("2*all,input", "every entry a count"),
+        ("2*all,1*input", "4 layers"),
+        ("nothing", "layer 1 .* keeps no input"),
+        ("1*all,3*attention", "layer 2 .* keeps no input"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        parse_memory_plan(text, 4)
+
+
+def test_an_unknown_place_is_refused():
+    with pytest.raises(ValueError, match="(?s)projections 'disk'.*gpu, cpu, none"):
+        LayerPlan(projections="disk")
