@@ -21,6 +21,9 @@ class AttentionKernel(ABC):
     supports_window = False
     # The furthest element of a tensor that the backend indexes rightly. Blocks with more are computed in parts.
     max_elements = sys.maxsize
+    # Backward runs in parts beyond so many elements of q, so that what the backend sums in float32 takes the memory of
+    # one part. Heads that share a key head stay together.
+    backward_elements = sys.maxsize
 
     @abstractmethod
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -83,10 +86,12 @@ class AttentionKernel(ABC):
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
-        if self._fits(q, k):
+        sharing_a_key = max(q.shape[1] * q.shape[2] // k.shape[2], k.shape[1]) * q.shape[3]
+        limit = min(self.max_elements, max(self.backward_elements, sharing_a_key))
+        if max(q.numel(), k.numel()) <= limit:
             dout, q, k, v, out = self._near(dout, q, k, v, out)
             return self._backward(dout, q, k, v, out, lse, scale, mask)
-        parts = parts_within(self.max_elements, q, k)
+        parts = parts_within(limit, q, k)
         # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
         share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
         sum_dtype = torch.promote_types(k.dtype, torch.float32) if share_keys else k.dtype

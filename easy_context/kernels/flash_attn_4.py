@@ -10,6 +10,7 @@ class FlashAttn4Kernel(AttentionKernel):
     """`flash_attn.cute.interface`; the first call for a shape family takes seconds to compile."""
 
     name = "flash_attn_4"
+    backward_elements = 2**28  # 1 GiB of float32 sums; 64K tokens of 32 heads of 128, enough to keep a GPU busy
 
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):

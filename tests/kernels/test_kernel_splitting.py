@@ -1,6 +1,7 @@
 """Blocks that are too large for a backend's indices are computed in parts: the parts cover the block and fit."""
 
 import random
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,34 @@ def test_parts_give_the_results_of_the_whole_block(monkeypatch):
         for actual, expected in zip(in_parts, whole, strict=True):
             assert actual.dtype == expected.dtype
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_in_parts_gives_the_same_gradients_with_smaller_sums(monkeypatch):
+    rng = random.Random(33)
+    kernel, largest = CpuKernel(), []
+
+    def watched(self, dout, q, k, *others, whole=CpuKernel._backward):
+        largest.append(q.numel())
+        return whole(self, dout, q, k, *others)
+
+    monkeypatch.setattr(CpuKernel, "_backward", watched)
+    parts = 0
+    for _ in range(60):
+        batch, seq_q, seq_k, heads, kv_heads = random_block(rng)
+        q, k, v, dout = random_inputs(rng.randrange(1000), batch, seq_q, seq_k, heads, kv_heads, 8)
+        out, lse = kernel.forward(q, k, v, 0.3, FULL)
+        whole = kernel.backward(dout, q, k, v, out, lse, 0.3, FULL)
+        limit = rng.randint(1, q.numel())
+        monkeypatch.setattr(CpuKernel, "backward_elements", limit)
+        largest.clear()
+        in_parts = kernel.backward(dout, q, k, v, out, lse, 0.3, FULL)
+        monkeypatch.setattr(CpuKernel, "backward_elements", sys.maxsize)
+        assert max(largest) <= max(limit, seq_q * heads // kv_heads * 8, seq_k * 8)
+        parts += len(largest) > 1
+        for actual, expected in zip(in_parts, whole, strict=True):
+            assert actual.dtype == expected.dtype
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert parts > 20
 
 
 def test_a_backend_is_never_given_a_view_that_reaches_too_far(monkeypatch):
