@@ -18,7 +18,8 @@ from easy_context import (
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
 )
 from easy_context.huggingface import modeling_module
-from easy_context.memory.tiled_mlp import apply_tiled_mlp
+from easy_context.memory.plan import parse_memory_plan, plan_of_flags
+from easy_context.memory.recompute import apply_memory_plan
 from easy_context.model.liger import apply_liger
 
 from .peers import deepspeed_alst, tile_mlp_as_alst
@@ -36,9 +37,8 @@ class Recipe:
         kernel: of attention.
         liger: Liger's RMSNorm, RoPE and SwiGLU.
         fused_loss: never hold the logits of all tokens.
-        checkpointing: "none", "full" (this package's, layer inputs on the GPU), "offload" (on the host) or
-            "hugging_face" (PyTorch's own).
-        keep_attention: see `apply_unsloth_offloaded_gradient_checkpoint_monkey_patch`.
+        checkpointing: "none", "full" (this package's, of layer inputs on the GPU alone) or "hugging_face" (PyTorch's).
+        memory_plan: what each layer of ours keeps, see `parse_memory_plan`; None for the peers.
         mlp_tile_size: of this package's tiled MLP; 0 for none.
         alst: attention by DeepSpeed's Ulysses.
         alst_tiled_mlp: DeepSpeed's TiledMLP.
@@ -51,28 +51,29 @@ class Recipe:
     liger: bool = True
     fused_loss: bool = True
     checkpointing: str = "full"
-    keep_attention: str = "none"
+    memory_plan: str | None = None
     mlp_tile_size: int = 0
     alst: bool = False
     alst_tiled_mlp: bool = False
 
 
 def list_recipes(args: argparse.Namespace, world: World) -> list[Recipe]:
-    """The recipes that --methods names, in its order; "ours" once for every mode and way of checkpointing."""
+    """The recipes that --methods names, in its order; "ours" once for every mode and memory plan."""
     split_mode = "zigzag_ring_attn" if world.size > 1 else "data_parallel"
+    flags = itertools.product(args.gradient_checkpointing, args.keep_attention)
+    plans = args.memory_plan or dict.fromkeys(str(plan_of_flags(*pair)) for pair in flags)
     ours = [
         Recipe(
-            name=_our_name(mode, checkpointing, keep),
+            name=f"ours: {mode}, {plan}",
             peer=False,
             mode=mode,
             kernel=args.attn_kernel,
             liger=args.liger,
-            checkpointing=checkpointing,
-            keep_attention=keep,
+            checkpointing="none",
+            memory_plan=plan,
             mlp_tile_size=args.mlp_tile_size,
         )
-        for mode, checkpointing in itertools.product(args.modes or [split_mode], args.gradient_checkpointing)
-        for keep in (args.keep_attention if checkpointing != "none" else ["gpu"])
+        for mode, plan in itertools.product(args.modes or [split_mode], plans)
     ]
     fa2 = "torch_flash" if world.device.type == "cuda" else "auto"
     cudnn = "cudnn" if world.device.type == "cuda" else "auto"
@@ -91,12 +92,6 @@ def list_recipes(args: argparse.Namespace, world: World) -> list[Recipe]:
     return [recipe for method in args.methods for recipe in recipes[method]]
 
 
-def _our_name(mode: str, checkpointing: str, keep: str) -> str:
-    return (
-        f"ours: {mode}, no checkpointing" if checkpointing == "none" else f"ours: {mode}, {checkpointing}, keep {keep}"
-    )
-
-
 @contextlib.contextmanager
 def applied(recipe: Recipe, config: Any) -> Iterator[Any]:
     """Everything that is global about a recipe, while the block builds and runs its model; undone afterwards.
@@ -110,10 +105,8 @@ def applied(recipe: Recipe, config: Any) -> Iterator[Any]:
         stack.callback(vars(module).update, names)  # Liger's replacements have no switch to undo them
         if recipe.liger:
             apply_liger(config)
-        if recipe.checkpointing in ("full", "offload"):
-            apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
-                offload=recipe.checkpointing == "offload", keep_attention=recipe.keep_attention
-            )
+        if recipe.checkpointing == "full":
+            apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(offload=False, keep_attention="none")
             stack.callback(remove_unsloth_offloaded_gradient_checkpoint_monkey_patch)
         mpu = None
         if recipe.alst:
@@ -137,8 +130,9 @@ def build_model(recipe: Recipe, config: Any, device: torch.device, seed: int) ->
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif recipe.checkpointing != "none":
         model.gradient_checkpointing_enable()
-    if recipe.mlp_tile_size:
-        model = apply_tiled_mlp(model, recipe.mlp_tile_size)
+    if recipe.memory_plan is not None:
+        plan = parse_memory_plan(recipe.memory_plan, model.config.num_hidden_layers)
+        model = apply_memory_plan(model, plan, mlp_tile_size=recipe.mlp_tile_size)
     if recipe.alst_tiled_mlp:
         tile_mlp_as_alst(model)
     return model.train()

@@ -15,8 +15,10 @@ becomes a row with the error. docs/performance.md explains the method and holds 
 """
 
 import argparse
+import itertools
 
 from easy_context.kernels import KERNELS
+from easy_context.memory.plan import parse_memory_plan
 from easy_context.modes import MODES
 
 from .flags import at_least, check_distinct, check_lengths, check_output, launched_processes, make_parser
@@ -57,6 +59,8 @@ def parse_arguments() -> argparse.Namespace:
     modes = "our parallel modes; default: zigzag_ring_attn on several processes, data_parallel on one"
     parser.add_argument("--modes", nargs="+", choices=MODES, help=modes)
     parser.add_argument("--attn-kernel", choices=("auto", *KERNELS), default="auto", help="our kernel")
+    plan = "our memory plans, as in train.py; default: what the next two flags say"
+    parser.add_argument("--memory-plan", nargs="+", help=plan)
     checkpointing = "our gradient checkpointing"
     parser.add_argument(
         "--gradient-checkpointing", nargs="+", choices=("none", "full", "offload"), default=["full"], help=checkpointing
@@ -77,14 +81,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=count, default=8)
     parser.add_argument("--vocab-size", type=count, default=128256)
     args = parser.parse_args()
-    check_distinct(parser, args, "seq_length", "layers", "methods", "modes", "gradient_checkpointing", "keep_attention")
+    names = ("seq_length", "layers", "methods", "modes", "memory_plan", "gradient_checkpointing", "keep_attention")
+    check_distinct(parser, args, *names)
+    for text, layers in itertools.product(args.memory_plan or (), args.layers):
+        try:
+            parse_memory_plan(text, layers)
+        except ValueError as error:
+            parser.error(f"--memory-plan {text}: {error}")
     check_output(parser, args)
     if args.hidden_size % args.heads or args.heads % args.kv_heads:
         parser.error("--heads must divide --hidden-size, and --kv-heads must divide --heads")
     if launched_processes() > 1 and "data_parallel" in (args.modes or ()):
         parser.error("--modes data_parallel: here all processes share a row, which it does not split; use one process")
-    if args.mlp_tile_size and "none" in args.gradient_checkpointing:
-        parser.error(f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload")
     check_lengths(parser, "--seq-length", args.seq_length, [launched_processes()])
     args.seq_length, args.layers = sorted(args.seq_length), sorted(args.layers)
     return args

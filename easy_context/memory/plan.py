@@ -45,6 +45,13 @@ class LayerPlan:
         return "+".join(part + suffix[place] for part, place in places if place != "none") or "nothing"
 
 
+def plan_of_flags(gradient_checkpointing: str, keep_attention: str) -> LayerPlan:
+    """Return what --gradient-checkpointing {none,full,offload} and --keep-attention ask of every layer."""
+    if gradient_checkpointing == "none":
+        return KEEP_EVERYTHING
+    return LayerPlan(input={"full": "gpu", "offload": "cpu"}[gradient_checkpointing], attention=keep_attention)
+
+
 MemoryPlan = tuple[LayerPlan, ...]  # one for each layer, the first layer's first
 KEEP_EVERYTHING = LayerPlan(everything=True)
 
