@@ -3,7 +3,7 @@
 # model is saved.
 #
 #   sbatch --nodes 2 --gpus-per-node 8 --cpus-per-task 64 --time 12:00:00 train_scripts/slurm.sh \
-#       --model meta-llama/Llama-2-7b-hf --seq-length 524288 --rope-theta 250e6 --save-minutes 60 --output-dir output/512K
+#       --model meta-llama/Llama-2-7b-hf --seq-length 524288 --rope-theta 87e6 --save-minutes 60 --output-dir output/512K
 #
 # The arguments are train.py's. Submit in the repository's folder, which all nodes must see, like the output folder.
 # Five minutes before the time limit Slurm sends SIGUSR1; train.py then saves a checkpoint and ends. --save-minutes is for
