@@ -1,4 +1,4 @@
-"""Shared fixtures: `pool` for distributed tests; `--slow` for long tests; `gpu` tests skip where there is no CUDA."""
+"""Shared fixtures, such as `pool` for distributed tests, and the options --slow and --fast; helpers/ is importable."""
 
 import os
 import sys
@@ -8,27 +8,31 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for folder in (Path(__file__).parent, Path(__file__).parent.parent):
+for folder in (Path(__file__).parent / "helpers", Path(__file__).parent.parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--fast", action="store_true", help="leave out the tests that are marked launch")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
+    def skip(marker: str, reason: str) -> None:
         for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="long: run with --slow"))
-    gpu_items = [item for item in items if "gpu" in item.keywords]
-    if gpu_items:
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+    if not config.getoption("--slow"):
+        skip("slow", "long: run with --slow")
+    if config.getoption("--fast"):
+        skip("launch", "starts processes: run without --fast")
+    if any("gpu" in item.keywords for item in items):
         import torch
 
         if not torch.cuda.is_available():
-            for item in gpu_items:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            skip("gpu", "needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

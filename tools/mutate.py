@@ -178,7 +178,8 @@ def run_tests(copy: Path, module: str, limit: float) -> tuple[bool, str]:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(copy)
-        sys.path[:] = [str(copy), str(copy / "tests"), *[p for p in sys.path if Path(p).resolve() != ROOT / "tools"]]
+        elsewhere = [p for p in sys.path if Path(p).resolve() != ROOT / "tools"]
+        sys.path[:] = [str(copy), str(copy / "tests" / "helpers"), *elsewhere]
         sys.dont_write_bytecode = True
         os.environ["PYTHONPATH"] = str(copy)
         tests = [str(next(ROOT.glob(f"tests/**/test_{name}.py")).relative_to(ROOT)) for name in TESTS[module].split()]

@@ -606,6 +606,7 @@ def wait_until(condition, seconds=60):
         time.sleep(0.1)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )

@@ -6,22 +6,13 @@ The weights are on the devices, and in host memory as the original project's YAM
 import csv
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, free_port, run_python
+from launching import accelerate_launch, run_python, start_python, torchrun
 from tiny_models import save_tiny_llama
 
-ACCELERATE = ["-m", "accelerate.commands.launch", "--main_process_port", "PORT", "--num_processes", "2"]
-LAUNCHERS = {
-    "none": [],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "deepspeed": [*ACCELERATE, "--config_file", "accelerate_configs/deepspeed_inference.yaml"],
-    "original": [*ACCELERATE, "--config_file", "YAML"],
-}
-# The keys and values of the original's deepspeed_inference.yaml.
+pytestmark = pytest.mark.launch
 ORIGINAL = {
     **{"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "DEEPSPEED", "downcast_bf16": "no"},
     **{"machine_rank": 0, "main_training_function": "main", "num_machines": 1, "num_processes": 8},
@@ -34,15 +25,11 @@ ORIGINAL = {
 }
 
 
-def losses(launcher: str, model: str, output_file: Path) -> dict[int, float]:
-    """The losses that the script writes, by length."""
-    yaml = output_file.with_suffix(".yaml")
-    yaml.write_text(json.dumps(ORIGINAL))  # JSON is YAML
-    fill = {"PORT": free_port(), "YAML": str(yaml)}
-    command = [fill.get(word, word) for word in LAUNCHERS[launcher]]
-    command += ["eval_ppl.py", "--model", model, "--text", "data/haystack/emma.txt", "--output-file", str(output_file)]
-    command += ["--min-tokens", "61", "--max-tokens", "397", "--tokens-step", "112"]
-    result = run_python(*command)
+def losses(launcher: list[str], model: str, output_file: Path) -> dict[int, float]:
+    """Return the losses that the script writes under a launcher, by length."""
+    flags = ["--model", model, "--text", "data/haystack/emma.txt", "--output-file", str(output_file)]
+    flags += ["--min-tokens", "61", "--max-tokens", "397", "--tokens-step", "112"]
+    result = run_python(*launcher, "eval_ppl.py", *flags)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     with output_file.open() as lines:
         return {int(row["length"]): float(row["loss"]) for row in csv.DictReader(lines)}
@@ -50,11 +37,17 @@ def losses(launcher: str, model: str, output_file: Path) -> dict[int, float]:
 
 def test_perplexity_is_that_of_one_process(tmp_path):
     model = save_tiny_llama(tmp_path / "model")
-    got = {launcher: losses(launcher, model, tmp_path / f"{launcher}.csv") for launcher in LAUNCHERS}
-    assert list(got["none"]) == [61, 173, 285, 397]
-    assert got["torchrun"] == pytest.approx(got["none"], rel=1e-6)
-    assert got["deepspeed"] == pytest.approx(got["none"], rel=1e-6)
-    assert got["original"] == pytest.approx(got["none"], rel=1e-6)
+    original = tmp_path / "original.yaml"
+    original.write_text(json.dumps(ORIGINAL))  # JSON is YAML
+    expected = losses([], model, tmp_path / "none.csv")
+    assert list(expected) == [61, 173, 285, 397]
+    launchers = {
+        "torchrun": torchrun(2),
+        "deepspeed": accelerate_launch(2, "accelerate_configs/deepspeed_inference.yaml"),
+        "original": accelerate_launch(2, str(original)),
+    }
+    for name, launcher in launchers.items():
+        assert losses(launcher, model, tmp_path / f"{name}.csv") == pytest.approx(expected, rel=1e-6), name
 
 
 STOPPED = """
@@ -89,11 +82,7 @@ def test_ctrl_c_says_what_is_saved_in_one_line(tmp_path, script, module, functio
         words = ["-m", *models, "--text", "data/haystack/emma.txt", "--max-tokens", "256", "--output-file", file]
     else:
         words = ["--model", models[0], "--max_context_length", "1024", "--output_dir", str(tmp_path)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED.format(script=script, module=module, function=function), *words],
-        **{"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # tests may run with it ignored
-    )
+    process = start_python("-c", STOPPED.format(script=script, module=module, function=function), *words)
     assert "waiting\n" in iter(process.stdout.readline, "")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)

@@ -16,11 +16,6 @@ from easy_context.common.files import check_writable, write_whole
 from easy_context.evaluation import loading
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def broken(model_folder, tmp_path):
     """A copy of the model whose weights a test then spoils."""

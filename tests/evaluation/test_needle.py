@@ -30,11 +30,6 @@ LONGEST_TEXT = 40_000  # characters of haystack: enough for these lengths, and q
 CELLS = [(length, depth) for length in (96, 192, 200) for depth in (0.0, 0.5, 1.0)]
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def in_folder_with_small_haystack(tmp_path_factory):
     """The default --haystack_dir, but short."""

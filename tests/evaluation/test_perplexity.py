@@ -28,11 +28,6 @@ RELATIVE = 1e-5  # fp32 losses of the same tokens by another order of sums
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def scorer(model_folder):
     args = eval_ppl.parse_arguments(["-m", model_folder, "--text", "x", "--output-file", f"{model_folder}/x.csv"])
     with load_scorer(model_folder, load_config(model_folder), args, torch.device("cpu")) as loaded:

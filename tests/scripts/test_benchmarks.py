@@ -30,6 +30,7 @@ def parse(benchmark, monkeypatch, arguments: str = ""):
     return benchmark.parse_arguments()
 
 
+@pytest.mark.launch
 def test_attention_on_two_processes(tmp_path):
     modes = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "zigzag_all_gather")
     sizes = "--seq-length 128 64 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 2"
@@ -54,6 +55,7 @@ def test_attention_on_two_processes(tmp_path):
     assert "| zigzag_ring_attn" in printed and "of limit" in printed
 
 
+@pytest.mark.launch
 def test_train_step_on_one_process(tmp_path):
     results, printed = run(
         "train_step", f"{SMALL_MODEL} --seq-length 64 --layers 1 2 --steps 1", tmp_path / "step.json"
@@ -74,6 +76,7 @@ def test_train_step_on_one_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.launch
 def test_train_step_under_zero3(tmp_path):
     methods = "--methods ours alst_cudnn alst_cudnn_tiled original --modes zigzag_ring_attn dist_flash_attn"
     sizes = "--seq-length 64 128 --layers 2 --tokens-per-step 256 --steps 1 --mlp-tile-size 16"
@@ -177,6 +180,7 @@ def test_table():
     assert all(line.count("|") == 3 for line in table)
 
 
+@pytest.mark.launch
 def test_attention_of_lone_ranks(tmp_path):
     sizes = "--seq-length 96 --heads 4 --kv-heads 2 --head-dim 16 --check-length 64 --repeats 1 --alone 2 3"
     results, _ = run("attention", f"{sizes} --modes zigzag_ring_attn dist_flash_attn", tmp_path / "alone.json")

@@ -1,12 +1,11 @@
 """Runs that are cut off and go on: bit for bit those that were not, from the last checkpoint that is whole."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from launching import free_port, run_python, start_python, train_here
+from launching import accelerate_launch, read_metrics, run_python, start_python, train_here
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, save_tiny_llama
 
@@ -76,8 +75,8 @@ def whole(train, assets, tmp_path):
 
 
 def record_of(output_dir: Path) -> list[tuple]:
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [tuple(record[name] for name in names) for record in read_metrics(output_dir)]
 
 
 def assert_same_run(got: Path, expected: Path) -> None:
@@ -196,6 +195,7 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(train, cut_off, capsys)
     assert [step for step, *_ in record_of(cut_off)] == [1, 2, 3]
 
 
+@pytest.mark.launch
 def test_two_runs_into_one_folder_are_refused(assets, tmp_path):
     """The second would go on from the first one's checkpoints and rewrite its metrics."""
     claim = (
@@ -246,16 +246,12 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path
 
 def launch(assets: Path, output_dir: Path, processes: int, *flags: str) -> str:
     """Train under ZeRO-3 with CPU offload; return what was said."""
-    result = run_python(
-        *("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"),
-        *("--num_processes", str(processes), "--main_process_port", free_port(), "train.py"),
-        *flags_of(assets, output_dir),
-        *flags,
-    )
+    result = run_python(*accelerate_launch(processes), "train.py", *flags_of(assets, output_dir), *flags)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stderr
 
 
+@pytest.mark.launch
 def test_zero_3_goes_on_bit_for_bit(assets, tmp_path):
     launch(assets, tmp_path / "whole", 2, "--save-every", "3", "--keep-last", "9")
     cut = tmp_path / "cut"

@@ -1,13 +1,12 @@
 """train.py from its first line to its last, in this process: one rank, no launcher, no DeepSpeed."""
 
-import json
 import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import train_here
+from launching import read_metrics, train_here
 from tiny_models import VOCABULARY, save_tiny_llama
 
 STEPS = 3
@@ -46,29 +45,25 @@ def train(assets, tmp_path):
     return run
 
 
-def metrics(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_is_repeated_exactly_and_another_seed_takes_other_rows(train):
     flags = ["--overwrite"]
-    losses = [[record["loss"] for record in metrics(train(*flags, "--seed", seed))] for seed in ("5", "5", "6")]
+    losses = [[record["loss"] for record in read_metrics(train(*flags, "--seed", seed))] for seed in ("5", "5", "6")]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
 
 
 @pytest.mark.parametrize("how", [("none", "gpu"), ("full", "none"), ("full", "gpu"), ("offload", "cpu")])
 def test_checkpointing_changes_nothing(train, how):
-    expected = metrics(train("--gradient-checkpointing", "none"))
-    got = metrics(train("--gradient-checkpointing", how[0], "--keep-attention", how[1], "--overwrite"))
+    expected = read_metrics(train("--gradient-checkpointing", "none"))
+    got = read_metrics(train("--gradient-checkpointing", how[0], "--keep-attention", how[1], "--overwrite"))
     for key in ("loss", "grad_norm"):
         assert [record[key] for record in got] == [record[key] for record in expected]
 
 
 def test_accumulation_is_a_larger_batch(train):
     """Also where an epoch ends inside a step: seven rows, four a step."""
-    many = metrics(train("--batch-size", "1", "--gradient-accumulate-every", "4"))
-    one = metrics(train("--batch-size", "4", "--gradient-accumulate-every", "1", "--overwrite"))
+    many = read_metrics(train("--batch-size", "1", "--gradient-accumulate-every", "4"))
+    one = read_metrics(train("--batch-size", "4", "--gradient-accumulate-every", "1", "--overwrite"))
     for key in ("loss", "grad_norm"):
         assert [record[key] for record in many] == pytest.approx([record[key] for record in one], rel=1e-5)
 
@@ -82,7 +77,7 @@ def test_utilisation_counts_attention_over_the_rows_there_are(train, assets, mon
     monkeypatch.setattr(metrics_module, "peak_flops", lambda device: 1e12)
     model = AutoModelForCausalLM.from_pretrained(assets / "model")
     token_flops = metrics_module.flops_per_token(model.config, sum(p.numel() for p in model.parameters()), 48)
-    for record in metrics(train("--seq-length", "4096")):
+    for record in read_metrics(train("--seq-length", "4096")):
         assert record["tokens"] == 2 * 48
         assert record["mfu"] == pytest.approx(record["tokens_per_second"] * token_flops / 1e12)
 
@@ -90,9 +85,9 @@ def test_utilisation_counts_attention_over_the_rows_there_are(train, assets, mon
 def test_bf16_trains_float32_weights_near_the_float32_run(train):
     from safetensors.torch import load_file
 
-    expected = metrics(train())
+    expected = read_metrics(train())
     output_dir = train("--mixed-precision", "bf16", "--overwrite")
-    got = metrics(output_dir)
+    got = read_metrics(output_dir)
     assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in expected], rel=0.02)
     assert got != expected
     assert {value.dtype for value in load_file(output_dir / "model.safetensors").values()} == {torch.float32}
@@ -106,14 +101,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(train,
     assert stop.value.code == 1
     message = capsys.readouterr().err
     assert "\nstep 2: loss nan" in message and "lower --learning-rate" in message
-    lines = metrics(output_dir)
+    lines = read_metrics(output_dir)
     assert [record["step"] for record in lines] == [1, 2]
     assert math.isfinite(lines[0]["loss"]) and lines[1]["loss"] is None
     assert (output_dir / "model.safetensors").read_bytes() == saved
 
 
 def test_steps_without_any_target_are_no_nan(train, assets):
-    records = metrics(train("--dataset", str(assets / "mostly-unlearnt")))
+    records = read_metrics(train("--dataset", str(assets / "mostly-unlearnt")))
     empty = [record for record in records if record["valid_tokens"] == 0]
     assert empty and len(empty) < len(records)
     for record in records:
@@ -137,7 +132,7 @@ def test_padding_is_neither_learned_nor_evaluated(train, assets, tmp_path):
     padding = {"input_ids": padded, "attention_mask": [[1] * 20 + [0] * 28] * 4}
     datasets.Dataset.from_dict(padding).save_to_disk(tmp_path / "padded")
     flags = ["--dataset", str(tmp_path / "padded"), "--eval-dataset", str(tmp_path / "padded"), "--learning-rate", "0"]
-    for record in metrics(train(*flags, "--max-train-steps", "2", "--gradient-accumulate-every", "4")):
+    for record in read_metrics(train(*flags, "--max-train-steps", "2", "--gradient-accumulate-every", "4")):
         assert record["valid_tokens"] == 4 * 19
         with torch.no_grad():
             expected = AutoModelForCausalLM.from_pretrained(assets / "model")(rows, labels=rows).loss.item()
@@ -203,7 +198,7 @@ def test_steps_run_in_training_mode_and_evaluations_do_not(train, assets, monkey
 
     monkeypatch.setattr(loss, "apply_fused_loss", watched)
     flags = ["--eval-dataset", str(assets / "rows"), "--eval-every", "1", "--gradient-checkpointing", "none"]
-    records = metrics(train(*flags))
+    records = read_metrics(train(*flags))
     assert modes == STEPS * ([(True, True)] * 2 + [(False, False)] * 7)
     assert [sorted(record) for record in records] == STEPS * [sorted([*records[0]])] and "eval_loss" in records[0]
 
@@ -214,14 +209,14 @@ def test_evaluations_come_at_their_steps_and_at_the_end(train, assets, monkeypat
 
     restart, restarts = StepMeter.restart, []
     monkeypatch.setattr(StepMeter, "restart", lambda meter: restarts.append(restart(meter)))
-    records = metrics(train("--eval-dataset", str(assets / "rows"), "--eval-every", "2", "--max-train-steps", "5"))
+    records = read_metrics(train("--eval-dataset", str(assets / "rows"), "--eval-every", "2", "--max-train-steps", "5"))
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 5]
     assert len(restarts) == 1 + 3
 
 
 def test_learning_rates_are_the_flags(train):
     flags = ["--warmup-steps", "2", "--lr-scheduler", "linear", "--learning-rate", "6e-4", "--max-train-steps", "5"]
-    rates = [record["learning_rate"] for record in metrics(train(*flags))]
+    rates = [record["learning_rate"] for record in read_metrics(train(*flags))]
     assert rates == pytest.approx([2e-4, 4e-4, 6e-4, 4e-4, 2e-4])
 
 
@@ -233,7 +228,7 @@ def test_tensorboard_gets_every_reported_step(train):
     (folder,) = {path.parent for path in output_dir.rglob("events.out.tfevents*") if path.parent.name == "easy-context"}
     events = EventAccumulator(str(folder)).Reload()
     logged = {event.step: event.value for event in events.Scalars("loss")}
-    expected = {record["step"]: record["loss"] for record in metrics(output_dir)}
+    expected = {record["step"]: record["loss"] for record in read_metrics(output_dir)}
     assert logged == pytest.approx({step: expected[step] for step in (2, 4)}, rel=1e-6)
 
 
@@ -246,7 +241,7 @@ def test_wandb_without_a_key_neither_asks_nor_waits(train, monkeypatch, tmp_path
     output_dir = train("--wandb", "long context")
     assert "offline" in capsys.readouterr().out
     assert list(output_dir.rglob("*.wandb"))
-    assert len(metrics(output_dir)) == STEPS
+    assert len(read_metrics(output_dir)) == STEPS
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_without_a_traceback(train, assets, tmp_path, monkeypatch, capsys):

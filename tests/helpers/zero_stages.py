@@ -5,15 +5,16 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from launching import REPOSITORY, undo_training
+
+sys.path.insert(0, str(REPOSITORY))
 
 
 def main(folder: str, *flags: str) -> None:
     """Train into `folder`/STAGE-PRECISION for stages 0 to 3 in float32 ("no") and bf16."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
 
     import train
-    from easy_context import remove_seq_parallel_monkey_patch, remove_unsloth_offloaded_gradient_checkpoint_monkey_patch
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState.destroy_process_group = lambda *_: None  # DeepSpeed keeps its groups for the whole process
@@ -24,10 +25,7 @@ def main(folder: str, *flags: str) -> None:
         output_dir = str(Path(folder) / f"{stage}-{precision}")
         sys.argv = ["train.py", *flags, "--mixed-precision", precision, "--output-dir", output_dir]
         train.main()
-        remove_seq_parallel_monkey_patch()
-        remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        undo_training()
 
 
 if __name__ == "__main__":

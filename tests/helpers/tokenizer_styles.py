@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
-TEXT_FILE = Path(__file__).parent.parent / "data" / "haystack" / "persuasion.txt"
+TEXT_FILE = Path(__file__).parents[2] / "data" / "haystack" / "persuasion.txt"
 VOCABULARY = 1500
 STYLES = ("llama2", "mistral", "llama3", "qwen", "smollm2", "bytes", "unpositioned")
 STYLES_WITH_BOS = ("llama2", "mistral", "llama3")

@@ -1,6 +1,7 @@
 """Starts the project's scripts as users do: in processes of their own, on CPUs, offline. Or makes it look so."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 def free_port() -> str:
@@ -18,8 +19,24 @@ def free_port() -> str:
         return str(s.getsockname()[1])
 
 
+def torchrun(processes: int) -> list[str]:
+    """Return the words between `python` and a script's name that launch it with torchrun."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def accelerate_launch(processes: int, config: str = "accelerate_configs/cpu.yaml") -> list[str]:
+    """Return the words between `python` and a script's name that launch it with Accelerate."""
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", config]
+    return [*launcher, "--num_processes", str(processes), "--main_process_port", free_port()]
+
+
+def read_metrics(output_dir: Path) -> list[dict]:
+    """Return the record of every step that a training run has logged."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def run_python(*words: str) -> subprocess.CompletedProcess:
-    """Run Python with these words in the repository, as outside of any launcher."""
+    """Run Python with these words in the repository, outside of any launcher, and wait for its end."""
     return subprocess.run([sys.executable, *words], **_as_a_user(), timeout=300)
 
 
@@ -62,10 +79,7 @@ def train_here(*flags: str) -> None:
     """Run train.main() in this process, one rank without a launcher, and undo all that it patched."""
     from unittest import mock
 
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     import train
-    from easy_context import remove_seq_parallel_monkey_patch, remove_unsloth_offloaded_gradient_checkpoint_monkey_patch
 
     launcher_or_key = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_API_KEY", "WANDB_MODE")
     with mock.patch.dict(os.environ), mock.patch.object(sys, "argv", ["train.py", *flags]):
@@ -74,7 +88,16 @@ def train_here(*flags: str) -> None:
         try:
             train.main()
         finally:
-            remove_seq_parallel_monkey_patch()
-            remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
-            for state in (AcceleratorState, GradientState, PartialState):
-                state._reset_state()
+            undo_training()
+
+
+def undo_training() -> None:
+    """Undo what train.main() patches and what Accelerate remembers of it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from easy_context import remove_seq_parallel_monkey_patch, remove_unsloth_offloaded_gradient_checkpoint_monkey_patch
+
+    remove_seq_parallel_monkey_patch()
+    remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
