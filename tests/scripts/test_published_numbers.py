@@ -146,7 +146,9 @@ def test_memory_plans():
         for row in rows_of(file.stem)
     }
     for row in table(PERFORMANCE, "memory plan", "s a layer"):
-        raw = measured[tokens(row["tokens"]), row["layers"], f"ours: data_parallel, {row['memory plan']}", row["kernel"]]
+        raw = measured[
+            tokens(row["tokens"]), row["layers"], f"ours: data_parallel, {row['memory plan']}", row["kernel"]
+        ]
         for column in row.keys() & STEP_COLUMNS.keys():
             assert_printed(row[column], raw.get(STEP_COLUMNS[column]), row)
 
