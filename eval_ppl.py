@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from easy_context.common.files import write_whole
+from easy_context.common.flags import refusals
 from easy_context.common.interrupts import stops_in_one_line
-from easy_context.evaluation.arguments import refusals
 from easy_context.evaluation.perplexity_arguments import parse_arguments
 
 COLUMNS = ("model", "document", "length", "tokens", "loss", "perplexity", "trained_length")

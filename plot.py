@@ -13,8 +13,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from easy_context.common.flags import FlagParser, refusals
 from easy_context.evaluation import plots, results
-from easy_context.evaluation.arguments import FlagParser, refusals
 from easy_context.evaluation.axes import Limits
 
 KINDS = ("perplexity", "needle", "loss")

@@ -1,137 +1,151 @@
-"""A JSONL file of finished cells that a later run continues, and never one with other settings.
+"""Finished pieces of an evaluation in a JSONL file: a run that was cut off goes on after the last of them.
 
-The first line holds the settings; every further line is one finished cell. Results that do not belong together never
-share a file: a run with other settings is refused. More lengths or depths are welcome.
+The first line holds the settings; every further line is one finished piece. Results that do not belong together never
+share a file: a run with other settings is refused.
 """
 
-import hashlib
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.files import write_whole
 
-_PROBED_BLOCKS, _BLOCK_BYTES = 16, 4096
-# What Transformers reads a tokenizer from: its own files, SentencePiece's, those of BPE and WordPiece, chat templates.
-_TOKENIZER_FILES = ("*token*.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
-_TOKENIZER_FILES += ("*chat_template*", "*chat_template*/*")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One square of the heatmap; depth is None for tasks without one."""
-
-    task: str
-    length: int
-    depth: float | None
+if TYPE_CHECKING:
+    from .scorer import Scorer
 
 
 class Journal:
-    """The JSONL file of a run. Only the process that writes results may hold one."""
+    """The file of a run. The first process reads and writes it; on the others it stays empty.
 
-    def __init__(self, path: Path, settings: dict, model: str = ""):
-        """Opens a new file, or an earlier one to go on with.
+    Attributes:
+        path: the file.
+        finished: key of a piece -> its record.
+    """
+
+    def __init__(self, path: Path, piece: str, flag: str) -> None:
+        """Describe the file, and leave it as it is.
 
         Args:
             path: the file.
-            settings: what cells that belong together share.
+            piece: what a record is about, for messages.
+            flag: the flag that names the place of the file, for messages.
+        """
+        self.path, self.finished, self._piece = path, {}, piece
+        self._not_ours = f"{path} is not a file of this script; choose another {flag}"
+        self._remedy = f"choose another {flag}, or start anew with --resume none"
+        self._again = "the same command"
+        self._is_open = False
+
+    def open(
+        self,
+        settings: dict,
+        key: Callable[[dict], Hashable],
+        is_finished: Callable[[dict], bool],
+        model: str = "",
+        resume: bool = True,
+    ) -> None:
+        """Make a new file, or go on with an earlier one.
+
+        Args:
+            settings: what records that belong together share.
+            key: gives what tells a record from the others.
+            is_finished: whether a line's JSON value is a whole record.
             model: its name, for pictures; the same model may have another when the run goes on.
+            resume: go on with an earlier file, if there is one, instead of replacing it.
 
         Raises:
             ValueError: the file belongs to other settings, or is something else.
         """
-        self.path = path
-        self.finished: dict[Cell, dict] = {}
+        if int(os.environ.get("RANK", 0)):
+            return
+        self._key, self._is_finished = key, is_finished
         settings = json.loads(json.dumps(settings))  # as they will be when read back
         try:
-            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+            lines = self.path.read_text(encoding="utf-8").split("\n") if resume and self.path.exists() else [""]
         except UnicodeDecodeError as reason:
-            raise ValueError(f"{path} is not a file of this script; choose another --output_dir") from reason
+            raise ValueError(self._not_ours) from reason
         if lines == [""]:
-            write_whole(path, json.dumps({"model": model, "settings": settings}) + "\n")
-            return
-        unfinished = lines.pop()  # of a run that was killed while it wrote
-        if not lines:  # never of this script, which writes its first line whole
-            lines = [unfinished]
-        self._read(lines, settings)
-        if unfinished:
-            write_whole(path, "".join(line + "\n" for line in lines))
+            write_whole(self.path, json.dumps({"model": model, "settings": settings}) + "\n")
+        else:
+            unfinished = lines.pop()  # of a run that was killed while it wrote
+            if not lines:  # never of this script, which writes its first line whole
+                lines = [unfinished]
+            self._read(lines, settings)
+            if unfinished:
+                write_whole(self.path, "".join(line + "\n" for line in lines))
+        if not resume:
+            self._again += " with --resume auto"
+        self._is_open = True
 
     def _read(self, lines: list[str], settings: dict) -> None:
         try:
             earlier = json.loads(lines[0])["settings"]
             known = earlier.keys()
         except (ValueError, KeyError, TypeError, AttributeError) as reason:
-            raise ValueError(f"{self.path} is not a file of this script; choose another --output_dir") from reason
+            raise ValueError(self._not_ours) from reason
         changed = sorted(
             key for key in {*known, *settings} if earlier.get(key, "absent") != settings.get(key, "absent")
         )
         if changed:
             what = "; ".join(f"{key}: {_shown(earlier, key)} then, {_shown(settings, key)} now" for key in changed)
-            raise ValueError(
-                f"{self.path} holds results of other settings ({what}); choose another --output_dir, or --overwrite"
-            )
+            raise ValueError(f"{self.path} holds results of other settings ({what}); {self._remedy}")
         for number, line in enumerate(lines[1:], start=2):
-            record = _finished_cell(line)
-            if record is None:
+            try:
+                record = json.loads(line)
+                if not self._is_finished(record):
+                    raise ValueError(line)
+                self.finished[self._key(record)] = record
+            except (ValueError, KeyError, TypeError) as reason:
                 raise ValueError(
-                    f"{self.path}, line {number}: no finished cell; take the line out, choose another --output_dir, or "
-                    "--overwrite"
-                )
-            self.finished[Cell(record["task"], record["length"], record["depth"])] = record
+                    f"{self.path}, line {number}: no finished {self._piece}; take the line out, {self._remedy}"
+                ) from reason
 
     def add(self, record: dict) -> None:
-        """Appends a finished cell and makes sure that it is on disk."""
+        """Append a finished piece to the file."""
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        self.finished[Cell(record["task"], record["length"], record["depth"])] = record
+        self.finished[self._key(record)] = record
+
+    def what_is_saved(self) -> str:
+        """Return what an interrupted run leaves, and how it goes on."""
+        if not self._is_open:
+            return "nothing was saved"
+        count = len(self.finished)
+        return f"{count} {self._piece}{'s' * (count != 1)} saved in {self.path}; {self._again} goes on from there"
 
 
 def _shown(settings: dict, key: str) -> str:
-    """A setting for a message; another version of the script may not have had it."""
+    """Return a setting for a message; another version of the script may not have had it."""
     return repr(settings[key]) if key in settings else "not recorded"
 
 
-def _finished_cell(line: str) -> dict | None:
-    """The record in a line, None if it is not one."""
-    try:
-        record = json.loads(line)
-        samples = [(sample["exact"], bool(sample["items"])) for sample in record["samples"]]
-        numbers = (record["length"], record["depth"] or 0.0, record["accuracy"], record["item_accuracy"])
-        fits = isinstance(record["task"], str) and all(isinstance(number, int | float) for number in numbers)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return record if fits and samples and all(items for _, items in samples) else None
+def missing_pieces(scorer: "Scorer", pieces: Iterable[Hashable], journal: Journal) -> list:
+    """Return the keys of `pieces` that the first process's journal lacks, on every process."""
+    finished = scorer.from_first_rank(set(journal.finished))
+    return [piece for piece in pieces if piece not in finished]
 
 
-def model_fingerprint(name: str, config) -> str:
-    """Changes when a model does: the hub's commit, or a hash over the configuration and samples of the weight files."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return getattr(config, "_commit_hash", None) or name
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as weights:
-            for block in range(_PROBED_BLOCKS):
-                weights.seek(size * block // _PROBED_BLOCKS)
-                digest.update(weights.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:16]
+def run_pieces(
+    scorer: "Scorer", pieces: list, work: Callable[[Hashable], dict], journal: Journal
+) -> Iterator[list[Hashable]]:
+    """Do pieces, one in each data-parallel group at a time, and put their records into the journal.
 
+    Args:
+        scorer: the model.
+        pieces: keys, from `missing_pieces`.
+        work: gives a piece's record.
+        journal: open on the first process.
 
-def tokenizer_fingerprint(name: str) -> str:
-    """Changes when a folder's tokenizer or chat template does; a hub name's is that of its commit, in the model's."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return name
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}):
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(folder)} {len(content)}".encode() + content)
-    return digest.hexdigest()[:16]
-
-
-def text_fingerprint(text: str) -> str:
-    """Changes when a text does."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    Yields:
+        The keys of the pieces that were done together, once their records are in the file.
+    """
+    rank, groups = scorer.mesh.data_rank, scorer.mesh.data_size
+    for first in range(0, len(pieces), groups):
+        together = pieces[first : first + groups]
+        records = scorer.from_every_group(work(together[rank]) if rank < len(together) else None)
+        if scorer.is_first_rank:
+            for record in records[: len(together)]:
+                journal.add(record)
+        yield together

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from ..common.files import check_writable
-from .arguments import FlagParser, add_model_flags, check_model_flags, context_lengths
+from ..common.flags import FlagParser, whole_number
+from .arguments import add_model_flags, context_lengths
 
 
 def build_parser() -> FlagParser:
@@ -24,7 +25,7 @@ def build_parser() -> FlagParser:
     )
     parser.add_argument(
         "--bucket-tokens",
-        type=int,
+        type=whole_number(1),
         default=4096,
         help="end of the first range of positions; the others double (%(default)s)",
     )
@@ -60,7 +61,7 @@ def _add_document_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-s", "--subset", help="configuration of --dataset or --tokenized on the hub")
     group.add_argument("--split", help="of --dataset or --tokenized; default: test, else validation, else train")
     group.add_argument("--dataset-min-tokens", type=int, help="skip shorter documents; default: --min-tokens")
-    group.add_argument("--samples", type=int, help="at most this many documents; default: all")
+    group.add_argument("--samples", type=whole_number(1), help="at most this many documents; default: all")
     group.add_argument(
         "--save-tokenized",
         type=Path,
@@ -78,16 +79,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = build_parser().parse_args(arguments)
     flags = ("--min-tokens", "--max-tokens", "--tokens-step")
     args.lengths = context_lengths(args.min_tokens, args.max_tokens, args.tokens_step, flags)
-    if args.samples is not None and args.samples < 1:
-        raise ValueError(f"--samples {args.samples}: give at least 1, or leave it out for all documents")
-    if args.bucket_tokens < 1:
-        raise ValueError(f"--bucket-tokens {args.bucket_tokens}: give at least 1")
     if args.sliding_window is not None and not 1 <= args.sliding_window <= args.min_tokens:
         raise ValueError(
             f"--sliding-window {args.sliding_window}: the stride must be 1 to --min-tokens ({args.min_tokens}), "
             "or windows would leave gaps"
         )
-    check_model_flags(args)
     repeated = [name for i, name in enumerate(args.model) if name in args.model[:i]]
     if repeated:
         raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")

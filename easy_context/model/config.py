@@ -125,7 +125,7 @@ def problems_of(name: str, checks: Iterable[Callable[[], Any]]) -> Iterator[str]
     """Call each of `checks` and yield the message of each ValueError, with the flags of the command line in it.
 
     Args:
-        name: the model's path or hub name, put before messages that name no flag.
+        name: the model's path or hub name, put before messages that begin with no flag.
         checks: functions that raise ValueError.
     """
     for check in checks:
@@ -133,4 +133,4 @@ def problems_of(name: str, checks: Iterable[Callable[[], Any]]) -> Iterator[str]
             check()
         except ValueError as error:
             problem = name_flags(str(error))
-            yield problem if "--" in problem else f"--model {name}: {problem}"
+            yield problem if problem.startswith("--") else f"--model {name}: {problem}"

@@ -2,16 +2,14 @@
 
 import argparse
 import dataclasses
-import re
-import sys
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from ..common.flags import FlagParser
 from ..kernels import KERNELS
 from ..modes import ENGINES, MODES
-from .refusal import let_first_process_speak
 
 
 def _flag(default: Any, help: str, *, least: float | None = None, **options: Any) -> Any:
@@ -149,21 +147,9 @@ _GROUPS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Print what is wrong on one of the launched processes only; take no abbreviated flags."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        """Print usage and `message`, and exit with code 2."""
-        let_first_process_speak()
-        super().error(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of train.py; --help shows each flag's default."""
-    parser = _Parser(
+    parser = FlagParser(
         description="Train a Hugging Face language model on long rows, each split over several processes. "
         "Flags may be spelled with dashes or underscores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -191,13 +177,7 @@ def _options(field: dataclasses.Field) -> dict[str, Any]:
 
 def parse_arguments(argv: list[str] | None = None) -> Arguments:
     """Parse the flags, spelled with dashes or underscores; `argv` is the process's own if None."""
-    words = sys.argv[1:] if argv is None else argv
-    parsed = build_parser().parse_args([re.sub("^--[a-z_]+", _with_dashes, word) for word in words])
-    args = Arguments(**vars(parsed))
+    args = Arguments(**vars(build_parser().parse_args(argv)))
     if args.report_to is None:
         args.report_to = "wandb" if args.wandb else "none"
     return args
-
-
-def _with_dashes(flag: re.Match) -> str:
-    return flag[0].replace("_", "-")

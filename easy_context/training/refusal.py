@@ -1,11 +1,11 @@
 """How train.py says that it cannot start or go on: all problems at once, from one process, without a traceback."""
 
 import contextlib
-import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import NoReturn
+
+from ..common.flags import let_first_process_speak
 
 
 @contextlib.contextmanager
@@ -22,12 +22,3 @@ def end_run(problems: list[str], verb: str = "start") -> NoReturn:
     let_first_process_speak()
     print(f"train.py cannot {verb}:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
     sys.exit(2)
-
-
-def let_first_process_speak() -> None:
-    """Wait, except on the first process of each machine, which meets the same problem and says so.
-
-    The launcher ends all processes as soon as one exits, so this returns only where the first process has no problem.
-    """
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(30)

@@ -169,7 +169,7 @@ def test_a_pair_is_its_text_and_the_response_stands_behind_the_prompt(tokenizer,
 @every_style
 def test_what_the_evaluation_asks_with_begins_the_row_of_a_pair(tokenizer):
     """The evaluation encodes prompt and answer as one text, and asks with the tokens before the answer's first."""
-    from easy_context.evaluation.encoding import TextEncoder
+    from easy_context.evaluation.needle.encoding import TextEncoder
 
     encoder = TextEncoder(tokenizer)
     prompt, answer = "The number is 1234.\n\nQuestion: Which is it?\nAnswer: ", "It is 1234."

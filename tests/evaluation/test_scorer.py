@@ -56,5 +56,7 @@ def test_predictions_need_the_logits_of_their_own_positions_only(model, row):
 def test_one_process_is_the_first_rank_and_its_own_group():
     scorer = Scorer(torch.nn.Identity(), None, Mesh(), torch.device("cpu"))
     assert scorer.is_first_rank and scorer.from_first_rank("x") == "x" and scorer.from_every_group("x") == ["x"]
-    for mesh in (Mesh(sequence_rank=1, sequence_size=2), Mesh(data_rank=1, data_size=2)):
-        assert not Scorer(torch.nn.Identity(), None, mesh, torch.device("cpu")).is_first_rank
+    places = [(data, sequence) for data in range(2) for sequence in range(2)]
+    meshes = [Mesh(sequence_rank=sequence, sequence_size=2, data_rank=data, data_size=2) for data, sequence in places]
+    writers = [Scorer(torch.nn.Identity(), None, mesh, torch.device("cpu")).is_first_rank for mesh in meshes]
+    assert writers == [True, False, False, False]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..common.sentences import sentence_ends
+from ...common.sentences import sentence_ends
 from .encoding import TextEncoder
 
 HAYSTACK = "data/haystack"

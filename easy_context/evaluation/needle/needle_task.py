@@ -26,18 +26,12 @@ KEYS = tuple(f"{adjective} {noun}" for adjective in _ADJECTIVES.split() for noun
 
 
 def distinct_numbers(rng: random.Random, count: int, digits: int) -> list[str]:
-    """`count` different numbers of exactly `digits` decimal digits, none starting with 0."""
+    """Return `count` different numbers of exactly `digits` decimal digits, none starting with 0."""
     return [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
 
 
-def check_digits(digits: int) -> None:
-    """Raises ValueError unless numbers of so many digits can be drawn."""
-    if not 1 <= digits <= MOST_DIGITS:
-        raise ValueError(f"--rnd_number_digits {digits}: give 1 to {MOST_DIGITS}")
-
-
 def spread(depth: float, count: int) -> list[float]:
-    """Depths of several needles: the first at `depth`, the others at even steps towards the end of the context."""
+    """Return the depths of several needles: the first at `depth`, the others at even steps towards the end."""
     return [depth + i * (1 - depth) / count for i in range(count)]
 
 
@@ -58,7 +52,7 @@ class NeedleTask:
         ask: str = "one",
         distractors: int = 0,
     ):
-        """Checks the templates.
+        """Check the templates.
 
         Args:
             name: of the task.
@@ -79,7 +73,8 @@ class NeedleTask:
                 f"--num_needles {needles} and --num_distractor {distractors}: at least 1 and 0, "
                 f"together at most {len(KEYS)}"
             )
-        check_digits(digits)
+        if not 1 <= digits <= MOST_DIGITS:
+            raise ValueError(f"--rnd_number_digits {digits}: give 1 to {MOST_DIGITS}")
         if everything > 9 * 10 ** (digits - 1):
             raise ValueError(f"--rnd_number_digits {digits} does not give {everything} different numbers; raise it")
         self.name, self.digits, self.needles, self.ask, self.distractors = name, digits, needles, ask, distractors
@@ -114,7 +109,7 @@ class NeedleTask:
             )
 
     def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
-        """New keys and numbers, the first needle at `depth`."""
+        """Return new keys and numbers, the first needle at `depth`."""
         count = self.needles + self.distractors
         keys, values = rng.sample(KEYS, count), distinct_numbers(rng, count, self.digits)
         depths = spread(depth, self.needles) + [rng.random() for _ in range(self.distractors)]

@@ -1,22 +1,42 @@
 """The cells of a needle evaluation: lengths x depths x samples of each task."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from ..loss import IGNORE_INDEX
+from ...loss import IGNORE_INDEX
+from ..scorer import Scorer
 from .examples import Task
-from .journal import Cell, Journal
 from .prompts import ContextTooShort, PromptBuilder, Row
-from .scorer import Scorer
 
 AMPLE = 8  # times the longest prompt seen without its haystack: a context that holds any other prompt too
 
 
+class Cell(NamedTuple):
+    """One square of the heatmap; depth is None for tasks without one."""
+
+    task: str
+    length: int
+    depth: float | None
+
+    @classmethod
+    def of(cls, record: dict) -> "Cell":
+        """Return the cell that a record is about."""
+        return cls(record["task"], record["length"], record["depth"])
+
+
+def is_finished_cell(record: dict) -> bool:
+    """Return whether a JSON value is a record of `score_cell`; KeyError and TypeError say that it is not, as well."""
+    samples = [(sample["exact"], bool(sample["items"])) for sample in record["samples"]]
+    numbers = (record["length"], record["depth"] or 0.0, record["accuracy"], record["item_accuracy"])
+    fits = isinstance(record["task"], str) and all(isinstance(number, int | float) for number in numbers)
+    return fits and bool(samples) and all(items for _, items in samples)
+
+
 def grid(tasks: Iterable[Task], lengths: list[int], depths: list[float]) -> list[Cell]:
-    """All cells, the short ones first."""
+    """Return all cells, the short ones first."""
     tasks = list(tasks)
     return [
         Cell(task.name, length, depth)
@@ -29,7 +49,7 @@ def grid(tasks: Iterable[Task], lengths: list[int], depths: list[float]) -> list
 def check_lengths(
     builder: PromptBuilder, tasks: Iterable[Task], lengths: list[int], depths: list[float], samples: int, seed: int
 ) -> None:
-    """Tries the prompts of a grid, without their haystacks: keys, examples and answers differ in length.
+    """Try the prompts of a grid without their haystacks: keys, examples and answers differ in length.
 
     All prompts of the shortest length are tried, and of longer ones up to AMPLE times what a task needs.
 
@@ -72,7 +92,7 @@ def _example_seed(cell: Cell, seed: int, sample: int) -> str:
 
 
 def rows_of(builder: PromptBuilder, task: Task, cell: Cell, samples: int, seed: int) -> list[Row]:
-    """The prompts of a cell. Samples of one number share their stretch of haystack at all lengths and depths."""
+    """Return the prompts of a cell. Samples of one number share their stretch of haystack at all lengths and depths."""
     return [
         builder.build(task, cell.length, _depth_of(cell), _example_seed(cell, seed, i), f"{seed} {i}")
         for i in range(samples)
@@ -82,7 +102,7 @@ def rows_of(builder: PromptBuilder, task: Task, cell: Cell, samples: int, seed: 
 def score_cell(
     scorer: Scorer, builder: PromptBuilder, task: Task, cell: Cell, samples: int, seed: int, batch_tokens: int
 ) -> dict:
-    """Runs one cell.
+    """Run one cell.
 
     Args:
         scorer: the model.
@@ -94,14 +114,14 @@ def score_cell(
         batch_tokens: rows go through the model together up to this many tokens, at least one row.
 
     Returns:
-        the record for the journal: task, length, depth, accuracy (share of samples whose answer is all right),
+        The record for the journal: task, length, depth, accuracy (share of samples whose answer is all right),
         item_accuracy (share of their single values) and what happened to each sample.
     """
     rows = rows_of(builder, task, cell, samples, seed)
     rows_at_once = max(1, batch_tokens // cell.length)
     outcomes = []
     for first in range(0, samples, rows_at_once):
-        outcomes += _score_rows(scorer, builder, rows[first : first + rows_at_once])
+        outcomes += score_rows(scorer, builder, rows[first : first + rows_at_once])
     items = [right for outcome in outcomes for right in outcome["items"]]
     return {
         "task": cell.task,
@@ -113,8 +133,12 @@ def score_cell(
     }
 
 
-def _score_rows(scorer: Scorer, builder: PromptBuilder, rows: list[Row]) -> list[dict]:
-    """One pass over several rows; shorter ones are padded at the end, which a causal model does not see."""
+def score_rows(scorer: Scorer, builder: PromptBuilder, rows: list[Row]) -> list[dict]:
+    """Score several rows in one pass; shorter ones are padded at the end, which a causal model does not see.
+
+    Returns:
+        For each row: "exact", "items" (is each value right?), "tokens", "places", "answer" and "predicted" as text.
+    """
     input_ids = torch.zeros(len(rows), max(len(row.ids) for row in rows), dtype=torch.int64)
     targets = torch.full_like(input_ids, IGNORE_INDEX)
     for i, row in enumerate(rows):
@@ -139,55 +163,8 @@ def _score_rows(scorer: Scorer, builder: PromptBuilder, rows: list[Row]) -> list
     return outcomes
 
 
-def run_cells(scorer: Scorer, cells: list[Cell], score: Callable[[Cell], dict], journal: Journal | None) -> list[dict]:
-    """Scores the cells that the journal lacks, one per data-parallel group at a time.
-
-    Args:
-        scorer: the model.
-        cells: all that are wanted.
-        score: gives a cell's record.
-        journal: on the first rank; None elsewhere.
-
-    Returns:
-        the records of all wanted cells on the first rank, an empty list elsewhere.
-    """
-    finished = scorer.from_first_rank(set(journal.finished) if journal else None)
-    pending = [cell for cell in cells if cell not in finished]
-    rank, groups = scorer.mesh.data_rank, scorer.mesh.data_size
-    with _progress_bar(scorer, pending) as bar:
-        for first in range(0, len(pending), groups):
-            together = pending[first : first + groups]
-            record = score(together[rank]) if rank < len(together) else None
-            records = [record for record in scorer.from_every_group(record) if record is not None]
-            bar.update(sum(_cost(scorer, cell.length) for cell in together))
-            if journal is None:
-                continue
-            for record in records:
-                journal.add(record)
-            bar.set_postfix(
-                length=records[-1]["length"], accuracy=f"{_mean(journal.finished.values())['accuracy']:.2f}"
-            )
-    return [journal.finished[cell] for cell in cells] if journal else []
-
-
-def _progress_bar(scorer: Scorer, pending: list[Cell]) -> tqdm:
-    """A bar that advances by estimated work, so that the time left is right although later cells are longer."""
-    return tqdm(
-        total=sum(_cost(scorer, cell.length) for cell in pending),
-        desc=f"{len(pending)} cells",
-        bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
-        disable=not scorer.is_first_rank,
-    )
-
-
-def _cost(scorer: Scorer, length: int) -> float:
-    """Multiply-adds of one forward pass: every parameter once a token, and causal attention."""
-    config = scorer.model.config
-    return length * (scorer.model.num_parameters() + config.num_hidden_layers * config.hidden_size * length)
-
-
 def summarize(records: Iterable[dict]) -> dict:
-    """Mean accuracy per task, and per length and depth of each task, over all samples.
+    """Return the mean accuracy per task, and per length and depth of each task, over all samples.
 
     Returns:
         task -> {"accuracy", "item_accuracy", "samples", "by_length": {length: ...}, "by_depth": {depth: ...}}.
@@ -197,14 +174,15 @@ def summarize(records: Iterable[dict]) -> dict:
         by_task[record["task"]].append(record)
     summary = {}
     for task, own in by_task.items():
-        summary[task] = _mean(own)
+        summary[task] = mean_of(own)
         for axis in ("length", "depth"):
             values = sorted({record[axis] for record in own if record[axis] is not None})
-            summary[task][f"by_{axis}"] = {v: _mean([record for record in own if record[axis] == v]) for v in values}
+            summary[task][f"by_{axis}"] = {v: mean_of([record for record in own if record[axis] == v]) for v in values}
     return summary
 
 
-def _mean(records: Iterable[dict]) -> dict:
+def mean_of(records: Iterable[dict]) -> dict:
+    """Return accuracy and item accuracy over all samples of some cells, and how many samples there are."""
     samples = [sample for record in records for sample in record["samples"]]
     items = [right for sample in samples for right in sample["items"]]
     return {

@@ -1,5 +1,7 @@
 """A set of tasks after RULER (Hsieh et al. 2024, arXiv 2404.06654), seeded and scored by exact match.
 
+A task is a class with `example` and an entry of RULER_TASKS; `--task` offers every entry.
+
 The kinds of task, their counts (four keys, values and queries, chains of four hops, ten common words, thirty against
 three occurrences) follow the paper; the wording is our own, and two things differ so that one forward pass can score an
 answer: every list has a stated order, and all of it must match. Scores are therefore not RULER's scores.
@@ -9,10 +11,11 @@ import math
 import random
 import re
 import string
+from collections.abc import Callable
 
 from .examples import Example, Task
-from .needle import DIGITS, NeedleTask, distinct_numbers, spread
-from .needle import KEYS as NEEDLE_KEYS
+from .needle_task import DIGITS, NeedleTask, distinct_numbers, spread
+from .needle_task import KEYS as NEEDLE_KEYS
 
 MANY = 4  # keys, values and queries of the multi-needle tasks
 HOPS = 4
@@ -24,14 +27,6 @@ COMMON_TO_RARE = 10  # occurrences of a common word to those of another
 RARE_REPEATS = 3  # in a long list
 ROOMY = 2 * COMMON_WORDS * COMMON_TO_RARE  # entries for each repeat of a rare word: half the list, or more, is rare
 FEWEST_WORDS = 90  # beyond the common ones, so that none of these becomes common in a long list
-RULER_TASKS = (
-    "niah_single",
-    "niah_multikey",
-    "niah_multivalue",
-    "niah_multiquery",
-    "variable_tracking",
-    "common_words",
-)
 
 
 class MultiValueTask:
@@ -147,28 +142,14 @@ def vocabulary_of(text: str) -> list[str]:
     return sorted(set(re.findall(r"\b[a-z]{4,9}\b", text)))
 
 
-def ruler_task(name: str, haystack_text: str, digits: int | None = None) -> Task:
-    """The task of that name.
-
-    Args:
-        name: one of RULER_TASKS.
-        haystack_text: words of the common-words task come from it.
-        digits: of the numbers; None for the task's own.
-
-    Raises:
-        ValueError: unknown name, or too small a haystack.
-    """
-    own_digits = {} if digits is None else {"digits": digits}
-    if name == "niah_single":
-        return NeedleTask(name, **own_digits)
-    if name == "niah_multikey":
-        return NeedleTask(name, **own_digits, distractors=MANY - 1)
-    if name == "niah_multiquery":
-        return NeedleTask(name, **own_digits, needles=MANY, ask="all")
-    if name == "niah_multivalue":
-        return MultiValueTask(**own_digits)
-    if name == "variable_tracking":
-        return VariableTrackingTask(**own_digits)
-    if name == "common_words":
-        return CommonWordsTask(vocabulary_of(haystack_text))
-    raise ValueError(f"--task {name}: choose from needle, {', '.join(RULER_TASKS)}")
+# Name -> what makes the task from the text of the haystack and the digits of its numbers (None for its own default).
+RULER_TASKS: dict[str, Callable[[str, int | None], Task]] = {
+    "niah_single": lambda text, digits: NeedleTask("niah_single", digits=digits or DIGITS),
+    "niah_multikey": lambda text, digits: NeedleTask("niah_multikey", digits=digits or DIGITS, distractors=MANY - 1),
+    "niah_multivalue": lambda text, digits: MultiValueTask(digits or DIGITS),
+    "niah_multiquery": lambda text, digits: NeedleTask(
+        "niah_multiquery", digits=digits or DIGITS, needles=MANY, ask="all"
+    ),
+    "variable_tracking": lambda text, digits: VariableTrackingTask(digits or VARIABLE_DIGITS),
+    "common_words": lambda text, digits: CommonWordsTask(vocabulary_of(text)),
+}

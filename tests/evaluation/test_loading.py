@@ -3,17 +3,21 @@
 import csv
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_llama
+from tiny_models import save_tiny_llama, tiny_llama
+from transformers import AutoConfig
 
 import eval_needle
 import eval_ppl
 from easy_context.common.files import check_writable, write_whole
 from easy_context.evaluation import loading
+from easy_context.evaluation.loading import check_output_layer, check_parallelism
+from easy_context.model.config import load_config
 
 
 @pytest.fixture
@@ -168,3 +172,51 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert file.read_bytes() == b"old\r\n"
     with pytest.raises(ValueError, match="--f .*deep: cannot be written .it is a folder.; name another file"):
         check_writable(file.parent, "--f")
+
+
+def flags(**changes):
+    model_flags = {"parallel_mode": None, "sequence_parallel_size": None, "attn_kernel": "auto", "dtype": "auto"}
+    return Namespace(**{**model_flags, **changes})
+
+
+@pytest.mark.parametrize(
+    "overrides, arguments, message",
+    [
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            {"parallel_mode": "ulysses_attn"},
+            "--parallel_mode ulysses_attn cannot split 3 query",
+        ),
+        ({"model_type": "gpt2"}, {}, "--model name: model type 'gpt2' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {},
+            "--model name: rope_type 'dynamic'",
+        ),
+        ({}, {"sequence_parallel_size": 3}, "--sequence-parallel-size 3 must divide the number of processes, 2"),
+    ],
+)
+def test_what_processes_cannot_share_is_refused_before_loading(
+    model_folder, monkeypatch, overrides, arguments, message
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = load_config(model_folder)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    with pytest.raises(ValueError, match=message):
+        check_parallelism("name", config, flags(**arguments), 200)
+
+
+def test_a_family_of_its_own_attention_takes_no_kernel():
+    config = AutoConfig.for_model("gpt2")
+    check_parallelism("name", config, flags(), 200)
+    with pytest.raises(ValueError, match="--attn-kernel cpu: model type 'gpt2' runs its own attention; leave the flag"):
+        check_parallelism("name", config, flags(attn_kernel="cpu"), 200)
+
+
+def test_an_output_layer_that_does_more_is_refused():
+    model = tiny_llama()
+    check_output_layer(model, "m")
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping, which is not supported"):
+        check_output_layer(model, "m")

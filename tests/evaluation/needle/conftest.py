@@ -1,0 +1,23 @@
+"""A model's folder, and a working directory with a short haystack where `--haystack_dir` looks by default."""
+
+import os
+
+import pytest
+from needle_runs import TEXT
+from tiny_models import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def small_haystack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "data" / "haystack").mkdir(parents=True)
+    (folder / "data" / "haystack" / "novel.txt").write_text(TEXT)
+    before = os.getcwd()
+    os.chdir(folder)
+    yield folder / "data" / "haystack"
+    os.chdir(before)
