@@ -21,7 +21,10 @@ def build_parser() -> FlagParser:
     parser.add_argument("--min-tokens", type=int, default=256, help="shortest length (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="longest length (default: %(default)s)")
     parser.add_argument(
-        "--tokens-step", type=int, default=0, help="from one length to the next; 0, the default, doubles the length"
+        "--tokens-step",
+        type=whole_number(0),
+        default=0,
+        help="from one length to the next; 0, the default, doubles the length",
     )
     parser.add_argument(
         "--bucket-tokens",

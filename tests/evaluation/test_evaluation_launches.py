@@ -54,7 +54,7 @@ STOPPED = """
 import sys, threading, time
 sys.path.insert(0, ".")
 import {script} as script
-from easy_context.evaluation import cells
+from easy_context.evaluation.needle import run
 def wait(*rest):  # where the second model or cell would be evaluated
     if done:
         print("waiting", flush=True)
@@ -72,7 +72,7 @@ script.main(sys.argv[1:])
     "script, module, function, said",
     [
         ("eval_ppl", "script", "evaluate", "1 of 2 models saved in FILE; the same command begins again"),
-        ("eval_needle", "cells", "score_cell", "1 cell saved in FILE; the same command goes on from there"),
+        ("eval_needle", "run", "score_cell", "1 cell saved in FILE; the same command goes on from there"),
     ],
 )
 def test_ctrl_c_says_what_is_saved_in_one_line(tmp_path, script, module, function, said):
