@@ -32,7 +32,9 @@ KERNELS = tuple(_CLASSES)
 
 
 @functools.cache
-def select_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> "AttentionKernel":
+def select_kernel(
+    name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int, documents: bool = False
+) -> "AttentionKernel":
     """Return the attention kernel called `name`, or with "auto" the fastest that can serve; the log says which and why.
 
     Args:
@@ -40,11 +42,12 @@ def select_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_
         device: where q, k and v lie.
         dtype: their dtype.
         head_dim: elements per head.
+        documents: the rows hold packed documents, which not every kernel computes fast.
 
     Raises:
         ValueError: as `check_kernel`.
     """
-    kernel, passed_over = _choose_kernel(name, device, dtype, head_dim)
+    kernel, passed_over = _choose_kernel(name, device, dtype, head_dim, documents)
     if name == "auto":
         # On a CPU nobody wonders why the kernels for CUDA are not used.
         why = f" (not {'; not '.join(passed_over)})" if passed_over and device.type == "cuda" else ""
@@ -52,13 +55,15 @@ def select_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_
     return kernel
 
 
-def check_kernel(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> None:
+def check_kernel(
+    name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int, documents: bool = False
+) -> None:
     """Check that `select_kernel` will find a kernel.
 
     Raises:
         ValueError: an unknown name, or a named kernel that cannot serve these inputs (the message says why).
     """
-    _choose_kernel(name, device, dtype, head_dim)
+    _choose_kernel(name, device, dtype, head_dim, documents)
 
 
 def check_kernel_name(name: str) -> None:
@@ -68,18 +73,23 @@ def check_kernel_name(name: str) -> None:
 
 
 def _choose_kernel(
-    name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int
+    name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int, documents: bool
 ) -> tuple["AttentionKernel", list[str]]:
     """Return the kernel, and why each faster one is passed over."""
     check_kernel_name(name)
+
+    def reason_against(kernel: "AttentionKernel") -> str | None:
+        reason = kernel.unsupported_reason(device, dtype, head_dim)
+        return kernel.unfit_for_documents if reason is None and documents else reason
+
     if name != "auto":
         kernel = _kernel(name)
-        if reason := kernel.unsupported_reason(device, dtype, head_dim):
+        if reason := reason_against(kernel):
             raise ValueError(f"attn_kernel {name} cannot be used here: {reason}. Use attn_kernel auto.")
         return kernel, []
     passed_over: list[str] = []
     for kernel in map(_kernel, KERNELS):
-        reason = kernel.unsupported_reason(device, dtype, head_dim)
+        reason = reason_against(kernel)
         if reason is None:
             return kernel, passed_over
         passed_over.append(f"{kernel.name}: {reason}")

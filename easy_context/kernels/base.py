@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from . import documents
 from .mask import AttentionMask
 from .splitting import parts_within
 
@@ -19,6 +20,9 @@ class AttentionKernel(ABC):
 
     name: str
     supports_window = False
+    takes_documents = False  # whether it has `_forward_packed` and `_backward_packed`; else it gets one after the other
+    # Why this kernel should not be chosen for documents, whose lengths are all different; None if it can be.
+    unfit_for_documents: str | None = None
     # The furthest element of a tensor that the backend indexes rightly. Blocks with more are computed in parts.
     max_elements = sys.maxsize
     # Backward runs in parts beyond so many elements of q, so that what the backend sums in float32 takes the memory of
@@ -37,6 +41,20 @@ class AttentionKernel(ABC):
         self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
+    def _forward_packed(
+        self, q, k, v, scale: float, borders: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute causal attention within the documents of a row: q `[tokens, heads, head_dim]`, lse `[heads, tokens]`.
+
+        `borders` and `longest` are from `Documents.cumulative_lengths`.
+        """
+        raise NotImplementedError
+
+    def _backward_packed(
+        self, dout, q, k, v, out, lse, scale: float, borders: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,25 +64,18 @@ class AttentionKernel(ABC):
             out in q's dtype, and lse. A query that sees no key has out 0 and lse -inf.
 
         Raises:
-            ValueError: a causal mask with unequal lengths, or a window that this kernel cannot honour.
+            ValueError: a causal mask with unequal lengths, documents of another batch, or a window that this kernel
+                cannot honour.
         """
+        q, k, v = _dense_rows(q, k, v)
+        if mask.documents is not None:
+            return documents.forward(self, q, k, v, scale, mask)
         self._check(q, k, mask)
         if k.shape[1] == 0:
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
             return torch.zeros_like(q), lse
-        q, k, v = _dense_rows(q, k, v)
-        if self._fits(q, k):
-            q, k, v = self._near(q, k, v)
-            return self._forward(q, k, v, scale, mask)
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-        for part in parts_within(self.max_elements, q, k):
-            part_q, part_k, part_v = self._near(*part.of_queries(q), *part.of_keys(k, v))
-            part_out, part_lse = self._forward(part_q, part_k, part_v, scale, mask)
-            part.of_queries(out)[0].copy_(part_out)
-            part.of_lse(lse).copy_(part_lse)
-        return out, lse
+        return self._forward_in_parts(q, k, v, scale, mask)
 
     def backward(
         self,
@@ -82,15 +93,39 @@ class AttentionKernel(ABC):
         `out` and `lse` may be merged over several blocks: the block's probabilities are exp(score - lse), so each block
         gives its share of the gradients of the whole attention.
         """
+        dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
+        if mask.documents is not None:
+            return documents.backward(self, dout, q, k, v, out, lse, scale, mask)
         self._check(q, k, mask)
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
+        return self._backward_in_parts(dout, q, k, v, out, lse, scale, mask)
+
+    def _forward_in_parts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute `forward` in as many calls of the backend as its limits ask for."""
+        if max(q.numel(), k.numel()) <= self.max_elements:
+            q, k, v = self._near(q, k, v)
+            return self._call_forward(q, k, v, scale, mask)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+        for part in parts_within(self.max_elements, q, k):
+            part_q, part_k, part_v = self._near(*part.of_queries(q), *part.of_keys(k, v))
+            part_out, part_lse = self._call_forward(part_q, part_k, part_v, scale, mask)
+            part.of_queries(out)[0].copy_(part_out)
+            part.of_lse(lse).copy_(part_lse)
+        return out, lse
+
+    def _backward_in_parts(
+        self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute `backward` in as many calls of the backend as its limits ask for."""
         sharing_a_key = max(q.shape[1] * q.shape[2] // k.shape[2], k.shape[1]) * q.shape[3]
         limit = min(self.max_elements, max(self.backward_elements, sharing_a_key))
         if max(q.numel(), k.numel()) <= limit:
             dout, q, k, v, out = self._near(dout, q, k, v, out)
-            return self._backward(dout, q, k, v, out, lse, scale, mask)
+            return self._call_backward(dout, q, k, v, out, lse, scale, mask)
         parts = parts_within(limit, q, k)
         # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
         share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
@@ -100,15 +135,27 @@ class AttentionKernel(ABC):
             part_dout, part_q, part_out = self._near(*part.of_queries(dout, q, out))
             part_k, part_v = self._near(*part.of_keys(k, v))
             part_lse = part.of_lse(lse).contiguous()
-            part_dq, *part_dkv = self._backward(part_dout, part_q, part_k, part_v, part_out, part_lse, scale, mask)
+            part_dq, *part_dkv = self._call_backward(part_dout, part_q, part_k, part_v, part_out, part_lse, scale, mask)
             part.of_queries(dq)[0].copy_(part_dq)
             for total, share in zip(part.of_keys(dk, dv), part_dkv, strict=True):
                 total += share
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
-    def _fits(self, q: torch.Tensor, k: torch.Tensor) -> bool:
-        """Return whether the backend can index the whole block."""
-        return max(q.numel(), k.numel()) <= self.max_elements
+    def _call_forward(self, q, k, v, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, torch.Tensor]:
+        if mask.documents is None:
+            return self._forward(q, k, v, scale, mask)
+        borders, longest = mask.documents.cumulative_lengths(q.device)
+        out, lse = self._forward_packed(q[0], k[0], v[0], scale, borders, longest)
+        return out[None], lse[None]
+
+    def _call_backward(
+        self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if mask.documents is None:
+            return self._backward(dout, q, k, v, out, lse, scale, mask)
+        borders, longest = mask.documents.cumulative_lengths(q.device)
+        dq, dk, dv = self._backward_packed(dout[0], q[0], k[0], v[0], out[0], lse[0], scale, borders, longest)
+        return dq[None], dk[None], dv[None]
 
     def _near(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copy those views whose elements lie too far apart in a larger tensor: heads of long rows, halves of many."""

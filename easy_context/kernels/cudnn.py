@@ -14,6 +14,7 @@ class CudnnKernel(AttentionKernel):
     name = "cudnn"
     # Its backward is wrong beyond, without an error (seen with cuDNN 9.19), also in views that reach so far.
     max_elements = 2**31 - 1
+    unfit_for_documents = "it prepares itself anew for every length"
 
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):

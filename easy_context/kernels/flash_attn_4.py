@@ -1,5 +1,7 @@
 """FlashAttention-4 from the package flash-attn-4: the fastest on Hopper and Blackwell, compiled at first use."""
 
+from typing import Any
+
 import torch
 
 from ..common.errors import cannot_import
@@ -11,6 +13,7 @@ class FlashAttn4Kernel(AttentionKernel):
 
     name = "flash_attn_4"
     backward_elements = 2**28  # 1 GiB of float32 sums; 64K tokens of 32 heads of 128, enough to keep a GPU busy
+    takes_documents = True
 
     def unsupported_reason(self, device, dtype, head_dim):
         if reason := needs_cuda_half(device, dtype):
@@ -34,3 +37,22 @@ class FlashAttn4Kernel(AttentionKernel):
 
         dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=mask.causal)
         return dq, dk, dv
+
+    def _forward_packed(self, q, k, v, scale, borders, longest):
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        options = _packed(borders, longest)
+        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=True, return_lse=True, **options)
+        return out, lse
+
+    def _backward_packed(self, dout, q, k, v, out, lse, scale, borders, longest):
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        options = _packed(borders, longest)
+        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=True, **options)
+        return dq, dk, dv
+
+
+def _packed(borders: torch.Tensor, longest: int) -> dict[str, Any]:
+    """Return the keyword arguments that keep documents apart."""
+    return {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -6,6 +6,7 @@ import torch
 
 from ..kernels import AttentionMask, check_kernel, check_kernel_name, select_kernel
 from ..kernels.base import AttentionKernel
+from ..kernels.mask import Ranges
 from ..mesh import CurrentMesh, Mesh, Ranks, sequence_size
 
 Residuals = tuple[torch.Tensor, ...]
@@ -50,14 +51,18 @@ class ParallelMode:
         check_kernel_name(name)
 
     @classmethod
-    def check_kernel(cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    def check_kernel(
+        cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool = False
+    ) -> None:
         """Raise ValueError if `select_kernel` will find no kernel that can serve; see `kernels.check_kernel`."""
-        check_kernel(name, device, dtype, head_dim)
+        check_kernel(name, device, dtype, head_dim, documents)
 
     @classmethod
-    def select_kernel(cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+    def select_kernel(
+        cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool = False
+    ) -> AttentionKernel:
         """Return the kernel that computes this mode's blocks; see `kernels.select_kernel`."""
-        return select_kernel(name, device, dtype, head_dim)
+        return select_kernel(name, device, dtype, head_dim, documents)
 
     def check(self, config: Any, seq_length: int) -> None:
         """Raise ValueError if a model of this `config` cannot train rows of `seq_length` tokens in this mode."""
@@ -78,6 +83,12 @@ class ParallelMode:
         """Return which of the row's `multiple_of` chunks `rank` holds, in the order in which it holds them."""
         chunks = self.multiple_of // self.ranks.size
         return list(range(rank * chunks, (rank + 1) * chunks))
+
+    def places(self, rank: int, tokens: int) -> Ranges:
+        """Return which places of the row `rank` holds, in order, if each rank holds `tokens` of them."""
+        chunks = self.chunk_indices(rank)
+        length = tokens // len(chunks)
+        return tuple(range(chunk * length, (chunk + 1) * length) for chunk in chunks)
 
     def shard(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's part of `tensor`, whose length along `dim` is a multiple of `multiple_of`."""
@@ -110,7 +121,7 @@ class ParallelMode:
             q: `[batch, seq / size, heads, head_dim]`, this rank's shard.
             k: `[batch, seq / size, kv_heads, head_dim]`, this rank's shard; v likewise.
             scale: what scores are multiplied by.
-            mask: of the whole row; a split row honours only a plain causal one.
+            mask: of the whole row; a split row honours only a causal one, perhaps within documents.
             kernel: computes one block.
 
         Returns:
@@ -124,7 +135,8 @@ class ParallelMode:
             return out, (lse,)
         if not mask.causal or mask.window is not None:  # blocks of other ranks know no distances
             raise ValueError(
-                f"{self.name} splits the row and honours only a plain causal mask, got {mask}; use data_parallel"
+                f"{self.name} splits the row and honours only causal masks without a window, got {mask}; use "
+                "data_parallel"
             )
         return self._forward(q, k, v, scale, mask, kernel)
 

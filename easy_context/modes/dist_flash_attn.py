@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..communication import Exchange
-from ..kernels import FULL
+from ..kernels import AttentionMask
+from ..kernels.mask import Block
 from ..kernels.merge import merge_block_
 from .base import ParallelMode, accumulator
 
@@ -27,35 +28,41 @@ class Step:
         target: the rank that gets our keys, or our queries if it is our helper.
         is_owner: we compute for our own queries, on received keys; else we help `source`, on our own keys.
         has_helper: `target` computes for our queries.
-        own_tokens: the tokens of our shard for whose queries we compute as an owner.
-        helped_tokens: the tokens of a shard for whose queries a helper computes.
+        block: what we compute; None if documents leave nothing.
+        target_block: what `target` computes.
     """
 
     source: int
     target: int
     is_owner: bool
     has_helper: bool
-    own_tokens: slice
-    helped_tokens: slice
-
-    def helped(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the helped tokens of `[batch, seq, heads, head_dim]` or of lse `[batch, heads, seq]` tensors."""
-        return [x[..., self.helped_tokens] if x.dim() == 3 else x[:, self.helped_tokens] for x in tensors]
+    block: Block | None
+    target_block: Block | None
 
 
-def schedule(rank: int, size: int, tokens: int) -> list[Step]:
+def schedule(rank: int, size: int, tokens: int, mask: AttentionMask) -> list[Step]:
     """Return the steps of `rank` among `size`, for shards of `tokens` tokens (an even number if `size` is even)."""
+
+    def block_of(rank: int, distance: int) -> Block | None:
+        """Return what `rank` computes: for its own queries as an owner, or for those of a later rank."""
+        is_owner = rank >= distance
+        query_rank, key_rank = (rank, rank - distance) if is_owner else (rank - distance + size, rank)
+        queries, keys = (range(each * tokens, (each + 1) * tokens) for each in (query_rank, key_rank))
+        first = tokens // 2 if is_owner and 2 * distance == size else 0
+        last = tokens // 2 if not is_owner and 2 * distance == size else tokens
+        return mask.block((queries[first:last],), (keys,), first)
+
     steps = []
     for distance in range(1, size // 2 + 1):
-        shared = 2 * distance == size
+        target = (rank + distance) % size
         steps.append(
             Step(
                 source=(rank - distance) % size,
-                target=(rank + distance) % size,
+                target=target,
                 is_owner=rank >= distance,
                 has_helper=rank + distance >= size,
-                own_tokens=slice(tokens // 2, tokens) if shared else slice(0, tokens),
-                helped_tokens=slice(0, tokens // 2) if shared else slice(0, tokens),
+                block=block_of(rank, distance),
+                target_block=block_of(target, distance),
             )
         )
     return steps
@@ -72,11 +79,11 @@ class DistFlashAttention(ParallelMode):
         return size if size % 2 else 2 * size  # the shared step cuts a shard in halves
 
     def _forward(self, q, k, v, scale, mask, kernel):
-        size, group = self.ranks.size, self.ranks.group
-        steps = schedule(self.ranks.rank, size, q.shape[1])
+        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
+        steps = schedule(rank, size, q.shape[1], mask)
         kv = torch.stack((k, v))
         arriving = _Inputs(steps[0], kv, (q,), None, group)
-        block_out, lse = kernel.forward(q, k, v, scale, mask)
+        block_out, lse = kernel.forward(q, k, v, scale, mask.among(self.places(rank, q.shape[1])))
         out = accumulator(block_out, size)
         returning = None
         for step, next_step in zip(steps, [*steps[1:], None], strict=True):
@@ -84,28 +91,31 @@ class DistFlashAttention(ParallelMode):
             if next_step is not None:
                 arriving = _Inputs(next_step, kv, (q,), None, group)
             results = Exchange(group)
-            if step.is_owner:
-                own = step.own_tokens
-                merge_block_(out[:, own], lse[..., own], *kernel.forward(q[:, own], *arrived.kv, scale, FULL))
-            else:
-                for tensor in kernel.forward(*arrived.queries, k, v, scale, FULL):
-                    results.send(tensor, step.source)
+            if block := step.block:
+                if step.is_owner:
+                    part = kernel.forward(q[:, block.queries], *arrived.kv, scale, block.mask)
+                    merge_block_(out[:, block.queries], lse[..., block.queries], *part)
+                else:
+                    keys = k[:, block.keys], v[:, block.keys]
+                    for tensor in kernel.forward(*arrived.queries, *keys, scale, block.mask):
+                        results.send(tensor, step.source)
             if returning is not None:  # the step before's, which travelled while this one computed
                 _merge_returned(out, lse, *returning)
             buffers = []
-            if step.has_helper:
-                buffers = [results.receive(_buffer(x), step.target) for x in step.helped(q, lse)]
+            if step.has_helper and (helped := step.target_block):
+                ours = q[:, helped.queries], lse[..., helped.queries]
+                buffers = [results.receive(_buffer(x), step.target) for x in ours]
             returning = step, buffers, results.start()
         _merge_returned(out, lse, *returning)
         return out.to(q.dtype), (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        size, group = self.ranks.size, self.ranks.group
-        steps = schedule(self.ranks.rank, size, q.shape[1])
+        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
+        steps = schedule(rank, size, q.shape[1], mask)
         kv = torch.stack((k, v))
         queries = dout, q, out
         arriving = _Inputs(steps[0], kv, queries, lse, group)
-        grads = kernel.backward(dout, q, k, v, out, lse, scale, mask)
+        grads = kernel.backward(dout, q, k, v, out, lse, scale, mask.among(self.places(rank, q.shape[1])))
         dq, *dkv = (accumulator(grad, size + 1) for grad in grads)  # a helper adds its own share, too
         returning = None
         for step, next_step in zip(steps, [*steps[1:], None], strict=True):
@@ -113,24 +123,32 @@ class DistFlashAttention(ParallelMode):
             if next_step is not None:
                 arriving = _Inputs(next_step, kv, queries, lse, group)
             results = Exchange(group)
-            if step.is_owner:
-                own = step.own_tokens
-                own_dout, own_q, own_out = (x[:, own] for x in queries)
-                own_lse = lse[..., own].contiguous()
-                block_dq, *block_dkv = kernel.backward(own_dout, own_q, *arrived.kv, own_out, own_lse, scale, FULL)
-                dq[:, own] += block_dq
-                results.send(torch.stack(block_dkv), step.source)
-            else:
-                its_dout, its_q, its_out = arrived.queries
-                its_dq, *block_dkv = kernel.backward(its_dout, its_q, k, v, its_out, arrived.lse, scale, FULL)
-                for total, part in zip(dkv, block_dkv, strict=True):
-                    total += part
-                results.send(its_dq, step.source)
+            if block := step.block:
+                if step.is_owner:
+                    own_dout, own_q, own_out = (x[:, block.queries] for x in queries)
+                    own_lse = lse[..., block.queries].contiguous()
+                    block_dq, *block_dkv = kernel.backward(
+                        own_dout, own_q, *arrived.kv, own_out, own_lse, scale, block.mask
+                    )
+                    dq[:, block.queries] += block_dq
+                    results.send(torch.stack(block_dkv), step.source)
+                else:
+                    its_dout, its_q, its_out = arrived.queries
+                    keys = k[:, block.keys], v[:, block.keys]
+                    its_dq, *block_dkv = kernel.backward(
+                        its_dout, its_q, *keys, its_out, arrived.lse, scale, block.mask
+                    )
+                    for total, part in zip(dkv, block_dkv, strict=True):
+                        total[:, block.keys] += part
+                    results.send(its_dq, step.source)
             if returning is not None:
                 _add_returned(dq, dkv, *returning)
-            # A helper returns the gradient of our queries; an owner that used our keys returns theirs.
-            (like,) = step.helped(q) if step.has_helper else (kv,)
-            returning = step, results.receive(_buffer(like), step.target), results.start()
+            received = None
+            if other := step.target_block:
+                # A helper returns the gradient of our queries; an owner that used our keys returns theirs.
+                like = q[:, other.queries] if step.has_helper else kv[:, :, other.keys]
+                received = results.receive(_buffer(like), step.target)
+            returning = step, received, results.start()
         _add_returned(dq, dkv, *returning)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
@@ -139,17 +157,23 @@ class _Inputs:
     """What one step needs from another rank, on its way: keys for an owner, queries for a helper."""
 
     def __init__(self, step: Step, kv: torch.Tensor, queries: tuple[torch.Tensor, ...], lse, group) -> None:
-        """Post the exchange: `kv` `[2, b, s, kv_heads, d]` or helped tokens of `queries` go out, the like come in."""
-        *helped, helped_lse = step.helped(*queries, lse) if lse is not None else (*step.helped(*queries), None)
+        """Post the exchange: keys of `kv` `[2, b, s, kv_heads, d]` or tokens of `queries` go out, the like come in."""
         self._exchange = Exchange(group)
-        self._exchange.send(torch.stack(helped) if step.has_helper else kv, step.target)
-        shape = kv.shape if step.is_owner else (len(helped), *helped[0].shape)
-        self._received = self._exchange.receive(kv.new_empty(shape), step.source)
-        self.lse = None
-        if lse is not None and step.has_helper:
-            self._exchange.send(helped_lse, step.target)
-        if lse is not None and not step.is_owner:
-            self.lse = self._exchange.receive(_buffer(helped_lse), step.source)
+        self._received = self.lse = None
+        if theirs := step.target_block:
+            if step.has_helper:
+                self._exchange.send(torch.stack([x[:, theirs.queries] for x in queries]), step.target)
+            else:
+                self._exchange.send(kv[:, :, theirs.keys], step.target)
+        if ours := step.block:
+            shape = kv[:, :, ours.keys].shape
+            if not step.is_owner:
+                shape = len(queries), *queries[0][:, ours.queries].shape
+            self._received = self._exchange.receive(kv.new_empty(shape), step.source)
+        if lse is not None and step.has_helper and theirs:
+            self._exchange.send(lse[..., theirs.queries], step.target)
+        if lse is not None and not step.is_owner and ours:
+            self.lse = self._exchange.receive(_buffer(lse[..., ours.queries]), step.source)
         self._exchange.start()
 
     def wait(self) -> "_Inputs":
@@ -173,13 +197,16 @@ def _buffer(like: torch.Tensor) -> torch.Tensor:
 def _merge_returned(out, lse, step: Step, buffers: list[torch.Tensor], exchange: Exchange) -> None:
     exchange.wait()
     if buffers:
-        merge_block_(out[:, step.helped_tokens], lse[..., step.helped_tokens], *buffers)
+        helped = step.target_block.queries
+        merge_block_(out[:, helped], lse[..., helped], *buffers)
 
 
-def _add_returned(dq, dkv, step: Step, received: torch.Tensor, exchange: Exchange) -> None:
+def _add_returned(dq, dkv, step: Step, received: torch.Tensor | None, exchange: Exchange) -> None:
     exchange.wait()
+    if received is None:
+        return
     if step.has_helper:
-        dq[:, step.helped_tokens] += received
+        dq[:, step.target_block.queries] += received
     else:
         for total, part in zip(dkv, received, strict=True):
-            total += part
+            total[:, step.target_block.keys] += part

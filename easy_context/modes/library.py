@@ -22,15 +22,22 @@ class LibraryMode(ParallelMode):
             )
 
     @classmethod
-    def check_kernel(cls, name, device, dtype, head_dim):
+    def check_kernel(cls, name, device, dtype, head_dim, documents=False):
         cls.check_kernel_name(name)
+        cls._refuse_documents(documents)
         if reason := FlashAttnKernel().unsupported_reason(device, dtype, head_dim):
             raise ValueError(f"attn_engine library cannot be used here: {reason}. Use attn_engine easy_context.")
 
     @classmethod
-    def select_kernel(cls, name, device, dtype, head_dim):
+    def select_kernel(cls, name, device, dtype, head_dim, documents=False):
+        cls._refuse_documents(documents)
         # Not by name: what is found under flash-attn's names may be a stand-in, which also serves without CUDA.
         return FlashAttnKernel()
+
+    @staticmethod
+    def _refuse_documents(documents):
+        if documents:
+            raise ValueError("attn_engine library attends across the documents of a row: use attn_engine easy_context")
 
 
 def import_library(module: str, requirement: str, importer: Callable[[str], Any] = importlib.import_module) -> Any:

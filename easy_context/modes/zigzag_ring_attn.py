@@ -8,7 +8,8 @@ keys, or the second half of its queries sees all of them.
 import torch
 
 from ..communication import Exchange, ring_exchange
-from ..kernels import FULL
+from ..kernels import AttentionMask
+from ..kernels.mask import Block
 from ..kernels.merge import merge_block_
 from .base import ParallelMode, accumulator
 
@@ -26,76 +27,117 @@ class ZigzagRingAttention(ParallelMode):
         return [rank, self.multiple_of - 1 - rank]
 
     def _forward(self, q, k, v, scale, mask, kernel):
-        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
-        half = q.shape[1] // 2
+        rank, size = self.ranks.rank, self.ranks.size
         kv = torch.stack((k, v))  # one buffer, one message
         for step in range(size):
             if step + 1 < size:
-                next_kv, exchange = ring_exchange(kv, group)
+                next_kv, exchange = self._exchange_keys(k, v, kv, step + 1, mask)
             if step == 0:
-                # The two chunks are in order, so plain causal attention over the shard is right.
-                block_out, lse = kernel.forward(q, k, v, scale, mask)
+                block_out, lse = kernel.forward(q, k, v, scale, mask.among(self.places(rank, q.shape[1])))
                 out = accumulator(block_out, size)
-            elif step <= rank:  # the travelling keys come from an earlier rank: their late chunk is in our future
-                block = kernel.forward(q, kv[0, :, :half], kv[1, :, :half], scale, FULL)
-                merge_block_(out, lse, *block)
-            else:  # from a later rank: our early chunk sees neither of its chunks
-                block = kernel.forward(q[:, half:], kv[0], kv[1], scale, FULL)
-                merge_block_(out[:, half:], lse[..., half:], *block)
+            elif block := self._block(rank, rank - step, q.shape[1], mask):
+                keys, values = self._keys_of(block, kv, mask)
+                part = kernel.forward(q[:, block.queries], keys, values, scale, block.mask)
+                merge_block_(out[:, block.queries], lse[..., block.queries], *part)
             if step + 1 < size:
                 exchange.wait()
                 kv = next_kv
         return out.to(q.dtype), (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
-        half = q.shape[1] // 2
-        late = [x[:, half:] for x in (dout, q, out)]
-        late_lse = lse[..., half:].contiguous()
+        rank, size = self.ranks.rank, self.ranks.size
         kv = torch.stack((k, v))
         returning = None
         for step in range(size):
             if step + 1 < size:
-                next_kv, exchange = ring_exchange(kv, group)
+                next_kv, exchange = self._exchange_keys(k, v, kv, step + 1, mask)
             if step == 0:
-                grads = kernel.backward(dout, q, k, v, out, lse, scale, mask)
-                dq, *dkv = (accumulator(grad, size) for grad in grads)
-            elif step <= rank:
-                early = kv[0, :, :half], kv[1, :, :half]
-                block_dq, *block_dkv = kernel.backward(dout, q, *early, out, lse, scale, FULL)
-                dq += block_dq
+                own_mask = mask.among(self.places(rank, q.shape[1]))
+                dq, *dkv = (
+                    accumulator(grad, size) for grad in kernel.backward(dout, q, k, v, out, lse, scale, own_mask)
+                )
             else:
-                block_dq, *block_dkv = kernel.backward(late[0], late[1], *kv, late[2], late_lse, scale, FULL)
-                dq[:, half:] += block_dq
-            if step > 0:
+                block_dkv = None
+                if block := self._block(rank, rank - step, q.shape[1], mask):
+                    keys, values = self._keys_of(block, kv, mask)
+                    block_dout, block_q, block_out = (x[:, block.queries] for x in (dout, q, out))
+                    block_lse = lse[..., block.queries].contiguous()
+                    block_dq, *block_dkv = kernel.backward(
+                        block_dout, block_q, keys, values, block_out, block_lse, scale, block.mask
+                    )
+                    dq[:, block.queries] += block_dq
                 if returning is not None:
                     self._add_returned(dkv, *returning)
-                returning = self._send_home(torch.stack(block_dkv), step)
+                returning = self._send_home(block_dkv, k, step, mask)
             if step + 1 < size:
                 exchange.wait()
                 kv = next_kv
         self._add_returned(dkv, *returning)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
-    def _send_home(self, block_dkv: torch.Tensor, step: int) -> tuple[torch.Tensor, Exchange]:
+    def _block(self, query_rank: int, key_rank: int, tokens: int, mask: AttentionMask) -> Block | None:
+        """Return the block of one rank's queries and another's keys (ranks modulo their number).
+
+        All queries see the early chunk of an earlier rank; the late chunk of the queries sees all of a later one.
+        """
+        size = self.ranks.size
+        return mask.block(self.places(query_rank % size, tokens), self.places(key_rank % size, tokens))
+
+    def _exchange_keys(
+        self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, step: int, mask: AttentionMask
+    ) -> tuple[torch.Tensor | None, Exchange]:
+        """Post what brings the keys and values of `step`.
+
+        In the ring `kv`, those of the step before, go on to the next rank. Documents leave few keys that another rank
+        needs: these go straight to it.
+
+        Returns:
+            the buffer that receives (None if nothing comes), and the started exchange to wait for.
+        """
+        if mask.documents is None:
+            return ring_exchange(kv, self.ranks.group)
+        rank, size, tokens = self.ranks.rank, self.ranks.size, k.shape[1]
+        exchange, received = Exchange(self.ranks.group), None
+        if needed := self._block(rank + step, rank, tokens, mask):
+            exchange.send(torch.stack([x[:, needed.keys] for x in (k, v)]), (rank + step) % size)
+        if block := self._block(rank, rank - step, tokens, mask):
+            received = exchange.receive(_buffer(k, block.keys), (rank - step) % size)
+        return received, exchange.start()
+
+    @staticmethod
+    def _keys_of(block: Block, kv: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        """Return the keys and values of a block out of what arrived for its step."""
+        return kv if mask.documents is not None else kv[:, :, block.keys]
+
+    def _send_home(
+        self, block_dkv: list[torch.Tensor] | None, k: torch.Tensor, step: int, mask: AttentionMask
+    ) -> tuple[slice, torch.Tensor | None, Exchange]:
         """Send a block's dk and dv straight to the rank that owns the keys; receive those made from our keys.
 
         They travel in the kernel's own dtype, which loses nothing (the kernel rounded them already), and are summed at
         home in float32: half the bytes of a float32 sum that travels the ring.
+
+        Returns:
+            the keys whose gradients come, the buffer that receives them (None if none come), and the exchange.
         """
         rank, size = self.ranks.rank, self.ranks.size
         exchange = Exchange(self.ranks.group)
-        exchange.send(block_dkv, (rank - step) % size)
-        # A later rank saw only the early half of our keys, an earlier one all of them.
-        from_later = rank + step < size
-        whole = 2 * block_dkv.shape[2] if step <= rank else block_dkv.shape[2]
-        tokens = whole // 2 if from_later else whole
-        shape = (*block_dkv.shape[:2], tokens, *block_dkv.shape[3:])
-        received = exchange.receive(block_dkv.new_empty(shape), (rank + step) % size)
-        return received, exchange.start()
+        if block_dkv is not None:
+            exchange.send(torch.stack(block_dkv), (rank - step) % size)
+        block = self._block(rank + step, rank, k.shape[1], mask)
+        if block is None:
+            return slice(0), None, exchange.start()
+        received = exchange.receive(_buffer(k, block.keys), (rank + step) % size)
+        return block.keys, received, exchange.start()
 
     @staticmethod
-    def _add_returned(dkv: list[torch.Tensor], received: torch.Tensor, exchange: Exchange) -> None:
+    def _add_returned(dkv: list[torch.Tensor], keys: slice, received: torch.Tensor | None, exchange: Exchange) -> None:
         exchange.wait()
-        for total, part in zip(dkv, received, strict=True):
-            total[:, : part.shape[1]] += part
+        if received is not None:
+            for total, part in zip(dkv, received, strict=True):
+                total[:, keys] += part
+
+
+def _buffer(k: torch.Tensor, keys: slice) -> torch.Tensor:
+    """Return a buffer `[2, batch, keys, kv_heads, head_dim]` for some keys and values, or their gradients."""
+    return k.new_empty(2, k.shape[0], keys.stop - keys.start, *k.shape[2:])
