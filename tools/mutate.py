@@ -61,11 +61,11 @@ TESTS = {
     "easy_context/model/weights.py": "weights",
     "easy_context/training/zero_offload.py": "zero_offload",
     "train.py": "train resuming",
-    "easy_context/evaluation/cells.py": "needle",
-    "easy_context/evaluation/needle.py": "tasks needle",
-    "easy_context/evaluation/scorer.py": "scorer perplexity needle",
+    "easy_context/evaluation/needle/cells.py": "cells needle_run",
+    "easy_context/evaluation/needle/needle_task.py": "needle_task needle_run",
+    "easy_context/evaluation/scorer.py": "scorer perplexity needle_run",
     "easy_context/evaluation/perplexity.py": "perplexity",
-    "easy_context/evaluation/tasks.py": "tasks needle",
+    "easy_context/evaluation/needle/ruler_tasks.py": "ruler_tasks needle_run",
 }
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -6,8 +6,10 @@ from typing import Any
 
 _PROBED_BLOCKS, _BLOCK_BYTES = 16, 4096
 # What Transformers reads a tokenizer from: its own files, SentencePiece's, those of BPE and WordPiece, chat templates.
-_TOKENIZER_FILES = ("*token*.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
-_TOKENIZER_FILES += ("*chat_template*", "*chat_template*/*")
+_TOKENIZER_FILES = (
+    *("*token*.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json"),
+    *("*chat_template*", "*chat_template*/*"),
+)
 
 
 def model_fingerprint(name: str, config: Any) -> str:

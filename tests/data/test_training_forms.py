@@ -8,7 +8,8 @@ import pytest
 
 from easy_context.data.preparation import facts
 from easy_context.data.preparation.facts import FACT_TEMPLATES, FRAMES, draw_facts
-from easy_context.evaluation import needle, prompts, tasks
+from easy_context.evaluation.needle import needle_task, prompts
+from easy_context.evaluation.needle.ruler_tasks import RULER_TASKS
 
 MOST_ALIKE = 0.5  # of 1.0; "The T of N is V" and "Know that the T for N is V" are 1.0 alike
 
@@ -47,10 +48,13 @@ class Form(str):
 def evaluation_forms() -> dict[str, list[Form]]:
     """Every sentence that the evaluation hides, asks and has answered."""
     rng = random.Random(0)
-    said = {"statement": [needle.NEEDLE_TEMPLATE], "answer": [needle.ANSWER_TEMPLATE, needle.ANSWER_TEMPLATE_ALL]}
-    said["question"] = [needle.QUESTION_TEMPLATE, needle.QUESTION_TEMPLATE_ALL]
+    said = {
+        "statement": [needle_task.NEEDLE_TEMPLATE],
+        "answer": [needle_task.ANSWER_TEMPLATE, needle_task.ANSWER_TEMPLATE_ALL],
+    }
+    said["question"] = [needle_task.QUESTION_TEMPLATE, needle_task.QUESTION_TEMPLATE_ALL]
     for name in ("niah_multivalue", "variable_tracking"):
-        example = tasks.ruler_task(name, "").example(rng, 0.5)
+        example = RULER_TASKS[name]("", None).example(rng, 0.5)
         said["statement"] += [text for _, text in example.inserts[:2]]
         said["question"].append(example.question)
         said["answer"].append(example.lead_in + " ".join(example.answers[:1]))
@@ -89,7 +93,7 @@ def test_no_frame_is_the_prompt_of_the_evaluation():
 
 
 def test_no_name_or_kind_of_number_is_tested():
-    tested = {word for key in needle.KEYS for word in key.split()}
+    tested = {word for key in needle_task.KEYS for word in key.split()}
     assert not tested & {*facts.ADJECTIVES, *facts.NOUNS}
     assert "secret number" not in facts.THINGS
 

@@ -1,15 +1,9 @@
-"""A model's folder, and a working directory with a short haystack where `--haystack_dir` looks by default."""
+"""A working directory with a short haystack where `--haystack_dir` looks by default."""
 
 import os
 
 import pytest
 from needle_runs import TEXT
-from tiny_models import save_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
