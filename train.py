@@ -16,22 +16,29 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 `python train.py --help` lists the flags.
 """
 
+import functools
 from pathlib import Path
 
-from easy_context.common.interrupts import stops_in_one_line, what_is_saved
+from easy_context.common.interrupts import stops_in_one_line
 from easy_context.data.token_rows import UnusableRow
 from easy_context.training.arguments import Arguments, parse_arguments
 from easy_context.training.checks import check_arguments
+from easy_context.training.outcome import what_is_saved
 from easy_context.training.refusal import refusal
+from easy_context.training.watch.watch import Watch
 
 
 def main() -> None:
     args = parse_arguments()
-    with stops_in_one_line(what_is_saved(Path(args.output_dir))), refusal(UnusableRow, "go on"):
-        train(args)
+    with (
+        refusal(UnusableRow, "go on"),
+        stops_in_one_line(what_is_saved(Path(args.output_dir))) as interrupts,
+        Watch(args.hang_timeout, interrupts) as watch,
+    ):
+        train(args, watch)
 
 
-def train(args: Arguments) -> None:
+def train(args: Arguments, watch: Watch) -> None:
     """Train as the flags say, from the checks to the saved model."""
     rows, eval_rows = check_arguments(args)  # everything that can be wrong is said here, before anything heavy loads
 
@@ -49,10 +56,11 @@ def train(args: Arguments) -> None:
     from easy_context.model.config import load_config
     from easy_context.model.liger import apply_liger, choose_liger
     from easy_context.training import accelerator as launch
-    from easy_context.training.batches import describe_lengths, evaluation_batches, training_steps
-    from easy_context.training.metrics import MetricsLog, StepMeter, mean_loss, stop_if_diverged
-    from easy_context.training.optimizer import adamw, warmup_then
-    from easy_context.training.resuming import Checkpoints
+    from easy_context.training.batches import describe_lengths, evaluation_batches, rows_of_step, training_steps
+    from easy_context.training.checkpoints.writing import Checkpoints
+    from easy_context.training.metrics import MetricsLog, StepMeter, mean_loss
+    from easy_context.training.nonfinite import NonfiniteSteps, nan_unless_finite
+    from easy_context.training.optimizer import adamw, set_learning_rate, warmup_then
     from easy_context.training.saving import prepare_output_dir, save_model
     from easy_context.training.zero_offload import choose_offload
 
@@ -61,6 +69,7 @@ def train(args: Arguments) -> None:
     set_rope_theta(config, args.rope_theta, args.seq_length)  # a larger base turns slower: positions reach further
     args.liger = choose_liger(args.liger, config)  # fused layers, where they can be used
     accelerator = launch.build_accelerator(args)
+    watch.start(accelerator)  # from now on a process that fails, freezes or hangs ends all others
     choose_offload(args, config, accelerator)  # what waits in host memory follows from the memory that is there
     set_seed(args.seed)
     prepare_output_dir(accelerator, args)
@@ -84,12 +93,13 @@ def train(args: Arguments) -> None:
     if args.mlp_tile_size:
         model = apply_tiled_mlp(model, args.mlp_tile_size)
     optimizer = adamw(model, args, accelerator)  # weight decay on matrices only
-    model, optimizer, scheduler = launch.prepare(accelerator, model, optimizer, warmup_then(args), args)
+    schedule = warmup_then(args)
+    model, optimizer = launch.prepare(accelerator, model, optimizer, args)
 
     # --- The data: the same rows on every rank of a sequence-parallel group, other rows in other groups. ---
     if note := describe_lengths(rows, args.seq_length):
         accelerator.print(note)
-    checkpoints = Checkpoints(accelerator, args, mesh, model, optimizer, scheduler, rows=len(rows))
+    checkpoints = Checkpoints(accelerator, args, mesh, model, optimizer, rows, watch)
     last_step = checkpoints.restore()  # 0 for a new run
     batches = training_steps(rows, args, mesh, first_step=last_step + 1)
     accelerator.print(
@@ -106,40 +116,42 @@ def train(args: Arguments) -> None:
     # DeepSpeed and DDP average gradients over processes, and both divide by the accumulation steps. The loss is already
     # divided by the targets of the whole window on all ranks, so both divisions are undone.
     gradient_scale = accelerator.num_processes * args.gradient_accumulate_every
-    log = MetricsLog(accelerator, args, last_step)
+    log = MetricsLog(accelerator, args, watch, last_step)
     meter = StepMeter(accelerator, mesh, config, model)
     log.progress.watch_layers(model)
+    nonfinite = NonfiniteSteps(accelerator, args, checkpoints, functools.partial(rows_of_step, rows, args, mesh))
     model.train()
     for step in range(last_step + 1, args.max_train_steps + 1):
         shards = [shard(batch) for batch in next(batches)]
         num_targets = meter.count(shards)  # in the whole window, over all ranks
-        learning_rate = scheduler.get_last_lr()[0]
+        learning_rate = set_learning_rate(optimizer, args.learning_rate * schedule(step - 1))
         loss = torch.zeros((), device=accelerator.device)
         for number, micro_batch in enumerate(shards, start=1):
             log.progress.start_micro_batch(number, len(shards))
             with accelerator.accumulate(model):
                 share = model(**micro_batch, num_items_in_batch=num_targets, use_cache=False).loss
-                accelerator.backward(share * gradient_scale)
-                grad_norm = launch.clip_gradients(accelerator, model, args.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+                accelerator.backward(nan_unless_finite(share) * gradient_scale)
+                grad_norm = launch.step_if_finite(accelerator, model, optimizer, args.max_grad_norm)
                 loss += share.detach()
-        scheduler.step()
 
         loss = accelerator.reduce(loss, reduction="sum").item()
         record = meter.record(step, loss, learning_rate, grad_norm)
+        nonfinite.check(log, record)
         if eval_rows is not None and (step % args.eval_every == 0 or step == args.max_train_steps):
-            record["eval_loss"] = mean_loss(accelerator, model, map(shard, evaluation_batches(eval_rows, args, mesh)))
+            eval_batches = log.progress.evaluating(evaluation_batches(eval_rows, args, mesh))
+            record["eval_loss"] = mean_loss(accelerator, model, map(shard, eval_batches))
             meter.restart()
         log.write(record)
-        stop_if_diverged(accelerator, log, record)
         if checkpoints.due(step):
             checkpoints.save(step)
             meter.restart()
+        if checkpoints.stopping:
+            break
 
     log.close()
-    save_model(accelerator, model, args.output_dir, tokenizer_of=args.model)
-    accelerator.print(f"saved the model in {args.output_dir}")
+    if not checkpoints.end_for_signal():
+        save_model(accelerator, model, args.output_dir, tokenizer_of=args.model)
+        accelerator.print(f"saved the model in {args.output_dir}")
     accelerator.state.destroy_process_group()
 
 

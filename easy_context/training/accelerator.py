@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,69 +123,68 @@ def load_model(args: Arguments, config: Any, accelerator: Any) -> torch.nn.Modul
     return load_whole(args.model, config, torch.bfloat16 if in_bf16 else torch.float32)
 
 
-def prepare(
-    accelerator: Any, model: torch.nn.Module, optimizer: Any, schedule: Callable[[int], float], args: Arguments
-) -> tuple[Any, Any, Any]:
+def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Arguments) -> tuple[Any, Any]:
     """Hand the model and its optimizer to Accelerate: to DDP, or to DeepSpeed, which builds both itself.
 
     Args:
         accelerator: the Accelerator.
         model: loaded and patched.
         optimizer: from `adamw`.
-        schedule: the learning rate's share at each optimizer step.
         args: train.py's arguments.
 
     Returns:
-        The prepared model, the optimizer, and the scheduler, to be stepped once an optimizer step.
+        The prepared model and optimizer.
     """
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
-        # Not prepared: Accelerate would step the schedule once a process, taking the processes for data-parallel ones.
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        return *accelerator.prepare(model, optimizer), scheduler
-    from accelerate.utils import DummyScheduler
-
+        return accelerator.prepare(model, optimizer)
     without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
     clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
     if clip_here:
         plugin.deepspeed_config["gradient_clipping"] = 0.0
-    scheduler = DummyScheduler(
-        optimizer, lr_scheduler_callable=lambda real: torch.optim.lr_scheduler.LambdaLR(real, schedule)
-    )
-    engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    engine, optimizer = accelerator.prepare(model, optimizer)
     if without_zero:
         # In bf16 DeepSpeed has made a step of zeros already, which would count in Adam's bias correction.
         engine.basic_optimizer.state.clear()
     if clip_here:
-        _clip_before_step(engine, args.max_grad_norm)
-    return engine, optimizer, scheduler
+        _clip_and_step(engine, args.max_grad_norm)
+    return engine, optimizer
 
 
-def _clip_before_step(engine: Any, max_norm: float) -> None:
-    """Clip the reduced gradients in each optimizer step of a DeepSpeed engine, and let the engine tell their norm."""
-    norm = None
+def _clip_and_step(engine: Any, max_norm: float) -> None:
+    """Let a DeepSpeed engine clip the reduced gradients, step only if they are finite, and tell their norm."""
+    norm, step = None, engine.optimizer.step
 
-    def clip(*_: Any) -> None:
+    def step_if_finite(*args: Any, **options: Any) -> None:
         nonlocal norm
         norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm or math.inf)
+        if norm.isfinite():
+            step(*args, **options)
 
-    engine.optimizer.register_step_pre_hook(clip)
+    engine.optimizer.step = step_if_finite
     engine.get_global_grad_norm = lambda: norm
 
 
-def clip_gradients(accelerator: Any, model: torch.nn.Module, max_norm: float) -> float | None:
-    """Clip at the end of an accumulation window; DeepSpeed has clipped inside backward.
+def step_if_finite(accelerator: Any, model: torch.nn.Module, optimizer: Any, max_norm: float) -> float | None:
+    """Clip the gradients and make the optimizer step, at the end of an accumulation window, if their norm is finite.
+
+    DeepSpeed has done the same inside backward. Gradients are zeroed, whether there was a step or not.
 
     Args:
         accelerator: the Accelerator.
-        model: the prepared model.
+        model: prepared, like the optimizer.
+        optimizer: of plain PyTorch.
         max_norm: greatest norm; 0 for no clipping.
 
     Returns:
-        The global gradient norm before clipping, None inside the window.
+        The norm of the gradients of all processes before clipping; None inside the window.
     """
     if not accelerator.sync_gradients:
         return None
     if accelerator.state.deepspeed_plugin is not None:
         return float(model.get_global_grad_norm())
-    return float(accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm

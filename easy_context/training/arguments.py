@@ -120,7 +120,12 @@ class Arguments:
     mixed_precision: str = _flag("bf16", "bf16, or float32 throughout", choices=("bf16", "no"))
 
     # Saving and resuming.
-    save_every: int = _flag(0, "optimizer steps between checkpoints to resume from; 0 for none", least=0)
+    save_every: int = _flag(
+        0,
+        "optimizer steps between checkpoints to resume from; 0 for none. Whatever is set here, a first SIGTERM or "
+        "SIGUSR1 ends the run behind the step that is being made, with a checkpoint and exit code 0",
+        least=0,
+    )
     save_minutes: float = _flag(0.0, "minutes between checkpoints to resume from; 0 for none", least=0)
     keep_last: int = _flag(2, "checkpoints to keep; older ones are removed", least=1)
     resume: str = _flag(
@@ -128,6 +133,20 @@ class Arguments:
         "folder of a checkpoint to go on from; auto: the last whole one in --output-dir, if any; none: start anew",
     )
     resume_anyway: bool = _flag(False, "resume although settings that change the weights are others")
+
+    # Faults.
+    skip_nonfinite: int = _flag(
+        0,
+        "steps that may be left out because their loss or gradient norm is not finite; the next one ends the run, "
+        "weights untouched",
+        least=0,
+    )
+    hang_timeout: float = _flag(
+        7200.0,
+        "seconds after which a run in which nothing moves is ended, each process saying where it stands; longer than "
+        "the longest step; 0 for never. A process that is frozen or cut off is noticed after a minute",
+        least=0,
+    )
 
     # Logging.
     report_to: str | None = _flag(
@@ -143,6 +162,7 @@ _GROUPS = {
     "batch_size": "optimisation",
     "parallel_mode": "parallelism, speed and memory",
     "save_every": "saving and resuming",
+    "skip_nonfinite": "faults",
     "report_to": "logging",
 }
 

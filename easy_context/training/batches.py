@@ -54,6 +54,12 @@ def training_steps(rows: TokenRows, args: Arguments, mesh: Mesh, first_step: int
         yield micro_batches
 
 
+def rows_of_step(rows: TokenRows, args: Arguments, mesh: Mesh, step: int) -> list[int]:
+    """Return where the rows of an optimizer step, counted from 1, are in the dataset, over all processes."""
+    stream, size = RowStream(rows, args.seed), args.gradient_accumulate_every * args.batch_size * mesh.data_size
+    return [stream.index(number) for number in range((step - 1) * size, step * size)]
+
+
 def evaluation_batches(rows: TokenRows, args: Arguments, mesh: Mesh) -> Iterator[Batch]:
     """Yield every row once over all data-parallel groups.
 

@@ -89,7 +89,7 @@ def _number_problems(args: Arguments) -> list[str]:
 
 def _output_problems(args: Arguments) -> list[str]:
     from ..common.files import nearest_existing, probe_folder
-    from .resume_files import MANIFEST
+    from .checkpoints.files import MANIFEST
     from .saving import is_finished
 
     if not args.output_dir.strip():

@@ -1,11 +1,7 @@
 """What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
 
-import dataclasses
 import json
-import math
-import os
 import resource
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +10,15 @@ from typing import Any
 import torch
 
 from ..common.files import null_for_nan
+from ..common.notes import say_once
 from ..loss import IGNORE_INDEX
 from ..mesh import Mesh
 from .arguments import Arguments
 from .flops import count_parameters, flops_per_token, peak_flops
 from .progress import StepProgress
 from .saving import METRICS, prepare_metrics
+from .trackers import start_trackers
+from .watch.watch import Watch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -118,12 +117,13 @@ def mean_loss(accelerator: Any, model: torch.nn.Module, shards: Iterable[dict[st
 class MetricsLog:
     """The outputs of rank 0: a line of `metrics.jsonl` for each step, the trackers, the progress bar."""
 
-    def __init__(self, accelerator: Any, args: Arguments, step: int = 0) -> None:
+    def __init__(self, accelerator: Any, args: Arguments, watch: Watch, step: int = 0) -> None:
         """Open the file, the trackers and the bar.
 
         Args:
             accelerator: the Accelerator, made with `log_with`.
             args: train.py's arguments.
+            watch: is told where this process is.
             step: the last one of an earlier run that this one continues.
         """
         from tqdm import tqdm
@@ -131,27 +131,18 @@ class MetricsLog:
         if accelerator.is_main_process:
             prepare_metrics(Path(args.output_dir), step)
         self._accelerator, self._log_every = accelerator, args.log_every
-        if args.report_to in ("wandb", "all"):
-            _wandb_offline_without_key(accelerator.is_main_process)
-        if args.report_to != "none":
-            settings = {
-                key: str(value) if isinstance(value, (list, tuple)) else value
-                for key, value in dataclasses.asdict(args).items()
-            }
-            accelerator.init_trackers(
-                args.wandb or "easy-context", config=settings, init_kwargs={"wandb": {"dir": args.output_dir}}
-            )
+        start_trackers(accelerator, args, step)
         main = accelerator.is_main_process
-        self._file = open(Path(args.output_dir) / METRICS, "a") if main else None  # noqa: SIM115
+        self._file = open(Path(args.output_dir) / METRICS, "ab", buffering=0) if main else None  # noqa: SIM115
+        self._unwritten = b""
         self._bar = tqdm(total=args.max_train_steps, initial=step, unit="step", disable=not main)
-        self.progress = StepProgress(self._bar, enabled=main)
+        self.progress = StepProgress(self._bar, watch, step, enabled=main)
 
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
         self.progress.finish_step()
         if self._file is not None:
-            self._file.write(json.dumps(null_for_nan(record)) + "\n")
-            self._file.flush()
+            self._append(json.dumps(null_for_nan(record)) + "\n")
         report = record["step"] % self._log_every == 0 or "eval_loss" in record
         if report:
             self._bar.set_postfix_str(describe(record), refresh=False)
@@ -160,6 +151,14 @@ class MetricsLog:
             values = {key: value for key, value in record.items() if key not in ("step", "time") and value is not None}
             self._accelerator.log(values, step=record["step"])
 
+    def _append(self, line: str) -> None:
+        """Write a line of the file; on a full disk, keep it until it can be written."""
+        self._unwritten += line.encode()
+        try:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            say_once(f"{METRICS} cannot be written ({error.strerror}); its lines follow when it can be")
+
     def close(self) -> None:
         """Finish the bar, the file and the trackers."""
         self._bar.close()
@@ -167,21 +166,6 @@ class MetricsLog:
             self._file.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
-
-
-def stop_if_diverged(accelerator: Any, log: MetricsLog, record: dict[str, Any]) -> None:
-    """End the run on all ranks, with a message and exit code 1, if the step's loss or gradient norm is not finite."""
-    if record["loss"] < math.inf and record["grad_norm"] < math.inf:  # NaN compares false
-        return
-    accelerator.print(
-        f"\nstep {record['step']}: loss {record['loss']}, gradient norm {record['grad_norm']}. Training stopped and "
-        "saved nothing more; lower --learning-rate, raise --warmup-steps or look at the rows of this step",
-        file=sys.stderr,
-    )
-    log.close()
-    accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
-    accelerator.state.destroy_process_group()
-    sys.exit(1)
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -199,15 +183,3 @@ def describe(record: dict[str, Any]) -> str:
     if "eval_loss" in record:
         parts.append(f"eval {record['eval_loss']:.4f}")
     return ", ".join(parts)
-
-
-def _wandb_offline_without_key(announce: bool) -> None:
-    """Log offline, and say so, where wandb has no key: it would ask for one and wait."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
-        return
-    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    if netrc.exists() and "api.wandb.ai" in netrc.read_text():
-        return
-    os.environ["WANDB_MODE"] = "offline"
-    if announce:
-        print("wandb has no API key: the run is logged offline; `wandb sync` uploads it later")

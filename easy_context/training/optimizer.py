@@ -55,3 +55,10 @@ def warmup_then(args: Arguments) -> Callable[[int], float]:
         return 1.0
 
     return share
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> float:
+    """Set and return the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate

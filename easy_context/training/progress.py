@@ -2,9 +2,12 @@
 
 import functools
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
+from .watch.watch import Watch
 
 SECONDS_BETWEEN_SIGNS = 2.0
 
@@ -12,14 +15,16 @@ SECONDS_BETWEEN_SIGNS = 2.0
 class StepProgress:
     """Shows on a bar which micro-batch of a step runs, and in the first step which layer of the model."""
 
-    def __init__(self, bar: Any, enabled: bool) -> None:
+    def __init__(self, bar: Any, watch: Watch, step: int, enabled: bool) -> None:
         """Show nothing yet.
 
         Args:
             bar: a tqdm bar over steps.
+            watch: is told the same, on every process.
+            step: the last one that has been made.
             enabled: whether this process shows one.
         """
-        self._bar, self._enabled = bar, enabled
+        self._bar, self._watch, self._step, self._enabled = bar, watch, step, enabled
         self._hooks: list[Any] = []
         self._micro_batch, self._layer, self._shown = "", 0, time.perf_counter()
 
@@ -41,7 +46,14 @@ class StepProgress:
     def start_micro_batch(self, number: int, of: int) -> None:
         """Say that micro-batch `number` of a step begins, counted from 1."""
         self._micro_batch, self._layer = f"micro-batch {number} of {of}", 0
+        self._watch.at(f"in step {self._step + 1}, {self._micro_batch}")
         self._show(self._micro_batch)
+
+    def evaluating(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of an evaluation; the watch is told of each."""
+        for number, batch in enumerate(batches, start=1):
+            self._watch.at(f"evaluating behind step {self._step + 1}, batch {number}")
+            yield batch
 
     def _show(self, text: str) -> None:
         now = time.perf_counter()
@@ -51,6 +63,8 @@ class StepProgress:
 
     def finish_step(self) -> None:
         """Take away what was shown, and follow no layers any more."""
+        self._step += 1
+        self._watch.at(f"behind step {self._step}")
         while self._hooks:
             self._hooks.pop().remove()
         self._shown = time.perf_counter()

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from launching import REPOSITORY
 
-from easy_context.common.interrupts import what_is_saved
+from easy_context.training.outcome import what_is_saved
 
 # A run that "trains" until it is stopped; its main thread waits where no Python code runs, as in a collective.
 SCRIPT = """
 import pathlib, sys, threading
-from easy_context.common.interrupts import stops_in_one_line, what_is_saved
-with stops_in_one_line(what_is_saved(pathlib.Path(sys.argv[1]))):
+from easy_context.common.interrupts import stops_in_one_line
+from easy_context.training.outcome import what_is_saved
+with stops_in_one_line(what_is_saved(pathlib.Path(sys.argv[1]))) as interrupts:
+    {first}
     print("ready", flush=True)
     {wait}
 """
@@ -26,12 +28,12 @@ WAITS = {
 }
 
 
-def start(wait: str, folder: Path, rank: str, ignored: bool = False) -> subprocess.Popen:
+def start(wait: str, folder: Path, rank: str, ignored: bool = False, first: str = "") -> subprocess.Popen:
     def signals():  # the tests themselves may run where Ctrl-C is ignored
         signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
 
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(wait=wait), str(folder)],
+        [sys.executable, "-c", SCRIPT.format(wait=wait, first=first), str(folder)],
         cwd=REPOSITORY,
         env=os.environ | {"RANK": rank},
         stdout=subprocess.PIPE,
@@ -60,6 +62,37 @@ def test_other_processes_say_nothing_and_end_later(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == ""
     assert time.monotonic() - started > 1
+
+
+SAVES_FIRST = """
+    import easy_context.common.interrupts, time
+    easy_context.common.interrupts._SECONDS_OF_REPETITION = 1.0
+    interrupts.save_first("the step is finished")
+"""
+
+
+@pytest.mark.parametrize("number, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1")])
+def test_a_script_that_saves_first_is_only_asked_to_stop(tmp_path, number, name):
+    """The launcher repeats the signal at once, which asks for nothing more."""
+    wait = "while not interrupts.asked_to_stop: time.sleep(0.1)\n    time.sleep(0.5)"
+    process = start(wait, tmp_path, "0", first=SAVES_FIRST)
+    process.send_signal(number)
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said == f"\n{name}: the step is finished; a second signal ends it at once\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_script_that_saves_first(tmp_path, number):
+    process = start("time.sleep(100)", tmp_path, "0", first=SAVES_FIRST)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "nothing was saved" in said
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path):

@@ -1,6 +1,8 @@
 """The Accelerator, what it prepares, clipping, advice about the machine."""
 
+import copy
 import logging
+import math
 import os
 import warnings
 from argparse import Namespace
@@ -11,9 +13,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from easy_context.training import accelerator as ours
-from easy_context.training.accelerator import build_accelerator, clip_gradients, prepare
+from easy_context.training.accelerator import build_accelerator, prepare, step_if_finite
 from easy_context.training.arguments import parse_arguments
-from easy_context.training.optimizer import adamw, warmup_then
+from easy_context.training.optimizer import adamw
 
 
 @pytest.fixture(autouse=True)
@@ -123,44 +125,51 @@ def test_frozen_models_of_vectors_only_still_train(tmp_path):
     accelerator = build_accelerator(args)
     args.adam_betas = [0.7, 0.8]
     model = torch.nn.LayerNorm(2)
-    model, optimizer, scheduler = prepare(accelerator, model, adamw(model, args, accelerator), warmup_then(args), args)
+    model, optimizer = prepare(accelerator, model, adamw(model, args, accelerator), args)
     assert optimizer.defaults["betas"] == (0.7, 0.8)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [args.weight_decay, 0.0]
     accelerator.backward(model(torch.tensor([[1.0, 3.0]])).sum() * args.gradient_accumulate_every)
     optimizer.step()
     assert not torch.equal(model.weight, torch.ones(2))
-    assert scheduler.get_last_lr() == [2e-5, 2e-5]
 
 
-def test_deepspeed_gets_the_flags_schedule():
-    """It makes the scheduler itself, from what it is given; without that it would keep the rate constant."""
-    args = parse_arguments(["--learning-rate", "0.5", "--warmup-steps", "3", "--max-train-steps", "6"])
+def test_deepspeed_gets_what_its_adamw_is_made_of():
+    args = parse_arguments(["--learning-rate", "0.5"])
     plugin = Namespace(deepspeed_config={"zero_optimization": {"stage": 3}})
     launched = Namespace(state=Namespace(deepspeed_plugin=plugin), prepare=lambda *objects: objects)
     model = torch.nn.Linear(3, 2)
-    model, optimizer, scheduler = prepare(launched, model, adamw(model, args, launched), warmup_then(args), args)
+    model, optimizer = prepare(launched, model, adamw(model, args, launched), args)
     assert optimizer.lr == 0.5 and optimizer.weight_decay == args.weight_decay
     assert [group["weight_decay"] for group in optimizer.params] == [args.weight_decay, 0.0]
-    real = torch.optim.AdamW(model.parameters(), lr=0.5)  # as DeepSpeed makes it
-    schedule, rates = scheduler.lr_scheduler_callable(real), []
-    for _ in range(4):
-        rates += schedule.get_last_lr()
-        real.step()
-        schedule.step()
-    assert rates == [0.125, 0.25, 0.375, 0.5]
 
 
 @pytest.mark.parametrize("max_norm, expected", [(1.0, 1.0), (10.0, 5.0), (0.0, 5.0)])
 def test_clipping_returns_the_norm_before_and_zero_never_clips(tmp_path, max_norm, expected):
     accelerator = build_accelerator(parse_arguments(["--mixed-precision", "no", "--output-dir", str(tmp_path)]))
     model = torch.nn.Linear(2, 1, bias=False)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), model.weight.detach().clone()
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert clip_gradients(accelerator, model, max_norm) == 5.0
-    assert float(model.weight.grad.norm()) == pytest.approx(expected, rel=1e-5)
+    assert step_if_finite(accelerator, model, optimizer, max_norm) == 5.0
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(expected, rel=1e-5)
+    assert model.weight.grad is None
 
 
-def test_inside_the_window_nothing_is_clipped():
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_touch_neither_weights_nor_moments(tmp_path, bad):
+    accelerator = build_accelerator(parse_arguments(["--mixed-precision", "no", "--output-dir", str(tmp_path)]))
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.ones(1, 2)
+    step_if_finite(accelerator, model, optimizer, 1.0)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    model.weight.grad = torch.tensor([[1.0, bad]])
+    assert not math.isfinite(step_if_finite(accelerator, model, optimizer, 1.0))
+    assert str((model.state_dict(), optimizer.state_dict()["state"])) == str(before)
+    assert model.weight.grad is None
+
+
+def test_inside_the_window_there_is_no_step():
     class Inside:
         sync_gradients = False
 
-    assert clip_gradients(Inside(), torch.nn.Linear(2, 1), 1.0) is None
+    assert step_if_finite(Inside(), torch.nn.Linear(2, 1), None, 1.0) is None

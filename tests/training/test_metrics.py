@@ -1,5 +1,6 @@
 """What a step reports: FLOPs that are true to the model, speed, a line a step, trackers that never wait for people."""
 
+import errno
 import json
 from types import SimpleNamespace
 
@@ -8,16 +9,15 @@ import torch
 from tiny_models import tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 
+from easy_context.common.interrupts import Interrupts
 from easy_context.mesh import Mesh
 from easy_context.training import metrics
 from easy_context.training.arguments import Arguments
 from easy_context.training.flops import count_parameters, flops_per_token, peak_flops
-from easy_context.training.metrics import (
-    MetricsLog,
-    StepMeter,
-    describe,
-)
+from easy_context.training.metrics import MetricsLog, StepMeter, describe
+from easy_context.training.watch.watch import Watch
 
+QUIET = Watch(0, Interrupts())
 RECORD = {
     "step": 3,
     "loss": 2.5,
@@ -142,7 +142,7 @@ def log_arguments(tmp_path, **changes):
 
 def test_each_step_is_a_line_and_some_are_reported(tmp_path):
     accelerator = FakeAccelerator()
-    log = MetricsLog(accelerator, log_arguments(tmp_path, log_every=2))
+    log = MetricsLog(accelerator, log_arguments(tmp_path, log_every=2), QUIET)
     for step in range(1, 5):
         log.write({**RECORD, "step": step, **({"eval_loss": 2.0} if step == 3 else {})})
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -156,7 +156,7 @@ def test_each_step_is_a_line_and_some_are_reported(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_valid_json(tmp_path):
-    log = MetricsLog(FakeAccelerator(), log_arguments(tmp_path))
+    log = MetricsLog(FakeAccelerator(), log_arguments(tmp_path), QUIET)
     log.write({**RECORD, "loss": float("nan"), "grad_norm": float("inf")})
     log.close()
 
@@ -167,8 +167,26 @@ def test_a_loss_that_is_not_finite_is_valid_json(tmp_path):
     assert record["loss"] is None and record["grad_norm"] is None
 
 
+def test_lines_that_a_full_disk_does_not_take_follow_later(tmp_path):
+    """The run goes on, and in the end the file is whole."""
+    log = MetricsLog(FakeAccelerator(), log_arguments(tmp_path), QUIET)
+    real, full = log._file, [False, True, True, False]
+
+    def write_some(data: bytes) -> int:
+        if full.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real.write(data[:100]) if full else real.write(data)
+
+    log._file = SimpleNamespace(write=write_some, close=real.close)
+    for step in range(1, 5):
+        log.write({**RECORD, "step": step})
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
 def test_other_ranks_write_nothing(tmp_path):
-    log = MetricsLog(FakeAccelerator(main=False), log_arguments(tmp_path))
+    log = MetricsLog(FakeAccelerator(main=False), log_arguments(tmp_path), QUIET)
     log.write(RECORD)
     log.close()
     assert list(tmp_path.iterdir()) == []
@@ -181,28 +199,6 @@ def test_the_line_for_people():
         assert part in line
     assert line.endswith("eval 2.2500")
     assert "MFU" not in describe(RECORD)
-
-
-@pytest.mark.parametrize("key", [None, "variable", "mode", "netrc"])
-def test_wandb_without_a_key_goes_offline_and_says_so(tmp_path, monkeypatch, capsys, key):
-    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    if key == "variable":
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    elif key == "mode":
-        monkeypatch.setenv("WANDB_MODE", "disabled")
-    elif key == "netrc":
-        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0000\n")
-    accelerator = FakeAccelerator()
-    arguments = log_arguments(tmp_path, report_to="wandb", wandb="long context", adam_betas=[0.9, 0.95])
-    MetricsLog(accelerator, arguments).close()
-    assert (metrics.os.environ.get("WANDB_MODE") == "offline") == (key is None)
-    assert ("offline" in capsys.readouterr().out) == (key is None)
-    name, settings = accelerator.settings
-    assert name == "long context"
-    assert settings["adam_betas"] == "[0.9, 0.95]" and settings["max_train_steps"] == 4, "trackers take no lists"
-    monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
 def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length(monkeypatch):

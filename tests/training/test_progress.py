@@ -8,8 +8,10 @@ from easy_context import (
     apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch,
 )
+from easy_context.common.interrupts import Interrupts
 from easy_context.training import progress
 from easy_context.training.progress import StepProgress
+from easy_context.training.watch.watch import Watch
 
 
 class Bar:
@@ -18,6 +20,10 @@ class Bar:
 
     def set_description_str(self, text, refresh=True):
         self.shown.append(text)
+
+
+def quiet() -> Watch:
+    return Watch(0, Interrupts())
 
 
 @pytest.fixture
@@ -37,7 +43,7 @@ def test_a_first_step_shows_micro_batches_and_layers_and_later_ones_only_micro_b
         apply_unsloth_offloaded_gradient_checkpoint_monkey_patch()
         model.gradient_checkpointing_enable()
     bar = Bar()
-    shown = StepProgress(bar, enabled=True)
+    shown = StepProgress(bar, quiet(), 0, enabled=True)
     shown.watch_layers(torch.nn.ModuleDict({"module": model}))  # within a wrapper, as DeepSpeed's
     try:
         for number in (1, 2):
@@ -60,15 +66,15 @@ def test_a_first_step_shows_micro_batches_and_layers_and_later_ones_only_micro_b
 
 def test_short_steps_and_other_processes_show_nothing(impatient, monkeypatch):
     bar = Bar()
-    StepProgress(bar, enabled=False).start_micro_batch(1, 2)
+    StepProgress(bar, quiet(), 0, enabled=False).start_micro_batch(1, 2)
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_SIGNS", 60.0)
-    StepProgress(bar, enabled=True).start_micro_batch(1, 2)
+    StepProgress(bar, quiet(), 0, enabled=True).start_micro_batch(1, 2)
     assert bar.shown == []
 
 
 def test_what_was_shown_is_taken_away_after_the_step(impatient):
     bar = Bar()
-    shown = StepProgress(bar, enabled=True)
+    shown = StepProgress(bar, quiet(), 0, enabled=True)
     shown.start_micro_batch(1, 1)
     shown.finish_step()
     assert bar.shown == ["micro-batch 1 of 1", ""]

@@ -93,14 +93,17 @@ def test_bf16_trains_float32_weights_near_the_float32_run(train):
     assert {value.dtype for value in load_file(output_dir / "model.safetensors").values()} == {torch.float32}
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(train, capsys):
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(train, assets, capsys):
     output_dir = train()
     saved = (output_dir / "model.safetensors").read_bytes()
     with pytest.raises(SystemExit) as stop:
         train("--learning-rate", "1e30", "--max-train-steps", "9", "--overwrite")
     assert stop.value.code == 1
     message = capsys.readouterr().err
-    assert "\nstep 2: loss nan" in message and "lower --learning-rate" in message
+    assert "\nstep 2: loss nan" in message and "Lower --learning-rate" in message
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(42 * 1_000_003)).tolist()  # of the first epoch
+    rows = f"rows {order[2]}, {order[3]} of --dataset {assets / 'rows'}"
+    assert f"{rows}. The weights were not changed by it" in message
     lines = read_metrics(output_dir)
     assert [record["step"] for record in lines] == [1, 2]
     assert math.isfinite(lines[0]["loss"]) and lines[1]["loss"] is None

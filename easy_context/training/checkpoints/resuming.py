@@ -1,0 +1,112 @@
+"""Going on from a checkpoint: which one is whole, whether it is of the same run, and loading it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...common.errors import first_line
+from ...common.files import first_free
+from ..agreement import first_problem
+from ..arguments import Arguments
+from ..refusal import refusal
+from ..saving import MODEL_CONFIG
+from .files import MANIFEST, checkpoints_in, damage, read_states
+from .settings import differences
+from .state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+@refusal()
+def resume(accelerator: Any, args: Arguments, settings: dict[str, Any], state: TrainingState) -> dict[str, Any]:
+    """Load the checkpoint that --resume names, or the last whole one.
+
+    A named checkpoint that is damaged, and one that was made with other settings, end the run with a message.
+    Checkpoints of later steps are moved to `earlier-checkpoints-N`, where no run takes them for its own.
+
+    Args:
+        accelerator: the Accelerator.
+        args: train.py's arguments.
+        settings: of this run, to be compared with the checkpoint's.
+        state: into which the checkpoint is loaded.
+
+    Returns:
+        Its manifest; of step 0 where there is none.
+    """
+    manifest = _load_last(accelerator, args, settings, state)
+    if accelerator.is_main_process:
+        _set_aside(Path(args.output_dir), manifest["step"])
+    return manifest
+
+
+def _load_last(accelerator: Any, args: Arguments, settings: dict[str, Any], state: TrainingState) -> dict[str, Any]:
+    named = args.resume not in ("auto", "none")
+    for folder in [Path(args.resume)] if named else _candidates(accelerator, args):
+        problem, manifest = _inspect(accelerator, folder)
+        if problem is None:
+            if not args.resume_anyway:
+                _refuse_other_settings(folder, manifest["settings"], settings)
+            _refuse_too_few_steps(folder, manifest["step"], args.max_train_steps)
+            try:
+                state.put_back(read_states(folder, manifest["processes"]))
+            except ValueError as error:
+                raise ValueError(f"{folder} cannot be used: {error}") from error
+            logger.info("resumed from %s", folder)
+            return manifest
+        if named:
+            raise ValueError(f"--resume {folder} cannot be used: {problem}")
+        logger.warning("%s is left out: %s", folder, problem)
+    return {"step": 0, "skipped_steps": 0}
+
+
+def _candidates(accelerator: Any, args: Arguments) -> list[Path]:
+    """Return the checkpoints as rank 0 sees them, newest first; not those of a run that has saved its model since."""
+    if args.resume == "none":
+        return []
+    config = Path(args.output_dir) / MODEL_CONFIG
+    finished = config.stat().st_mtime if config.exists() else 0.0
+    found = [[path for path in checkpoints_in(Path(args.output_dir)).values() if path.stat().st_mtime > finished]]
+    if accelerator.num_processes > 1:
+        dist.broadcast_object_list(found, src=0, device=accelerator.device)
+    return found[0]
+
+
+def _inspect(accelerator: Any, folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return what any process finds wrong with a checkpoint, and its manifest."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        problem = damage(folder, manifest, accelerator.process_index, accelerator.num_processes)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest, problem = {}, f"its {MANIFEST} cannot be read ({first_line(error)})"
+    return first_problem(accelerator, problem), manifest
+
+
+def _refuse_other_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    if other := differences(saved, settings):
+        raise ValueError(
+            f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or start "
+            "anew with --resume none"
+        )
+
+
+def _refuse_too_few_steps(folder: Path, step: int, max_train_steps: int) -> None:
+    if step > max_train_steps:
+        raise ValueError(
+            f"{folder} was saved after step {step}, beyond --max-train-steps {max_train_steps}: raise it, name an "
+            "earlier checkpoint with --resume, or start anew with --resume none"
+        )
+
+
+def _set_aside(output_dir: Path, step: int) -> None:
+    """Move checkpoints of later steps, damaged or of an earlier run, where no run takes them for its own."""
+    later = [path for saved_after, path in checkpoints_in(output_dir).items() if saved_after > step]
+    if not later:
+        return
+    kept = first_free(output_dir, "earlier-checkpoints-{}")
+    kept.mkdir()
+    for folder in later:
+        folder.rename(kept / folder.name)
+    logger.warning("checkpoints behind step %d are of an earlier run or damaged: moved to %s", step, kept)

@@ -1,0 +1,54 @@
+"""The settings that decide the weights: a run goes on from a checkpoint only with the same ones, unless told to."""
+
+import hashlib
+from typing import Any
+
+from ...data.token_rows import TokenRows
+from ..arguments import Arguments
+
+_ROWS_MEASURED = 1000
+# Modes, kernels, ZeRO stages, and what is kept where, may change.
+_FLAGS = (
+    "model",
+    "dataset",
+    "seq_length",
+    "rope_theta",
+    "learning_rate",
+    "warmup_steps",
+    "lr_scheduler",
+    "weight_decay",
+    "adam_betas",
+    "max_grad_norm",
+    "seed",
+    "mixed_precision",
+)
+
+
+def settings_of(args: Arguments, data_size: int, rows: TokenRows) -> dict[str, Any]:
+    """Return what decides the weights of each step, as values that JSON keeps.
+
+    Args:
+        args: train.py's arguments.
+        data_size: groups of processes with rows of their own.
+        rows: of --dataset.
+    """
+    settings = {name: getattr(args, name) for name in _FLAGS}
+    settings |= {"adam_betas": list(args.adam_betas), "rows": len(rows), "some_rows": _digest(rows)}
+    settings["rows_per_step"] = args.batch_size * args.gradient_accumulate_every * data_size
+    if args.lr_scheduler != "constant":
+        settings["max_train_steps"] = args.max_train_steps
+    return settings
+
+
+def _digest(rows: TokenRows) -> str:
+    """Return a checksum of the first row and of many lengths, which differs where other data is under the same name."""
+    ids, labels = rows[0]
+    content = ids.numpy().tobytes() + labels.numpy().tobytes() + repr(rows.lengths(_ROWS_MEASURED)).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Return a phrase for each setting that is another than the checkpoint's."""
+    return [
+        f"{name} was {saved.get(name)!r} and is {value!r}" for name, value in own.items() if saved.get(name) != value
+    ]

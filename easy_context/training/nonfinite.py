@@ -1,0 +1,74 @@
+"""Steps whose loss or gradient norm is not finite: the weights are left alone, and training stops or goes on."""
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .arguments import Arguments
+
+logger = logging.getLogger(__name__)
+_MOST_ROWS_NAMED = 20
+
+
+def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss, with gradients of NaN where it is not finite itself.
+
+    The gradient norm, which all processes know before any of them steps, then tells of the loss of each.
+    """
+    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+
+
+class NonfiniteSteps:
+    """Stops the run, on all processes, behind a step that was not made because it is not finite; or lets it go on."""
+
+    def __init__(
+        self, accelerator: Any, args: Arguments, checkpoints: Any, rows_of_step: Callable[[int], list[int]]
+    ) -> None:
+        """Remember what a message needs.
+
+        Args:
+            accelerator: the Accelerator.
+            args: `skip_nonfinite` and `dataset` are used.
+            checkpoints: counts the steps that were skipped, also before this run went on.
+            rows_of_step: returns where the rows of a step are in the dataset.
+        """
+        self._accelerator, self._args = accelerator, args
+        self._checkpoints, self._rows_of_step = checkpoints, rows_of_step
+
+    def check(self, log: Any, record: dict[str, Any]) -> None:
+        """End the run with exit code 1 where the step's loss or gradient norm is not finite and no more may be skipped.
+
+        Args:
+            log: where the record of the last step is written before the end.
+            record: `step`, `loss` and `grad_norm`, the same on all processes.
+        """
+        step, loss, norm = record["step"], record["loss"], record["grad_norm"]
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        rows = self._rows_of_step(step)
+        named = ", ".join(map(str, rows[:_MOST_ROWS_NAMED])) + (", ..." if len(rows) > _MOST_ROWS_NAMED else "")
+        what = f"step {step}: loss {loss}, gradient norm {norm}, from rows {named} of --dataset {self._args.dataset}"
+        if self._checkpoints.skipped_steps < self._args.skip_nonfinite:
+            self._checkpoints.skipped_steps += 1
+            logger.warning(
+                "\n%s. Skipped: the weights are left as they were (%d of --skip-nonfinite %d)",
+                *(what, self._checkpoints.skipped_steps, self._args.skip_nonfinite),
+            )
+            return
+        log.write(record)
+        log.close()
+        self._checkpoints.finish()
+        saved = self._checkpoints.saved_step
+        self._accelerator.print(
+            f"\n{what}. The weights were not changed by it; training stopped and saved nothing more"
+            f"{f' than checkpoint-{saved}' if saved else ''}. Lower --learning-rate, raise --warmup-steps, look at "
+            "these rows, or let --skip-nonfinite leave out such steps",
+            file=sys.stderr,
+        )
+        self._accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
+        self._accelerator.state.destroy_process_group()
+        sys.exit(1)
