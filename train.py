@@ -17,6 +17,7 @@ Each row is split over the processes of a sequence-parallel group. Launch lines 
 """
 
 import functools
+import os
 from pathlib import Path
 
 from easy_context.common.interrupts import stops_in_one_line
@@ -30,6 +31,8 @@ from easy_context.training.watch.watch import Watch
 
 def main() -> None:
     args = parse_arguments()
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # tensors of many sizes leave less memory unused between them
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with (
         refusal(UnusableRow, "go on"),
         stops_in_one_line(what_is_saved(Path(args.output_dir))) as interrupts,
@@ -48,21 +51,20 @@ def train(args: Arguments, watch: Watch) -> None:
     from easy_context import (
         apply_fused_loss,
         apply_seq_parallel_monkey_patch,
-        apply_unsloth_offloaded_gradient_checkpoint_monkey_patch,
         set_rope_theta,
         shard_batch,
     )
-    from easy_context.memory.tiled_mlp import apply_tiled_mlp
+    from easy_context.memory.recompute import apply_memory_plan
     from easy_context.model.config import load_config
     from easy_context.model.liger import apply_liger, choose_liger
     from easy_context.training import accelerator as launch
     from easy_context.training.batches import describe_lengths, evaluation_batches, rows_of_step, training_steps
     from easy_context.training.checkpoints.writing import Checkpoints
+    from easy_context.training.memory_choice import choose_memory
     from easy_context.training.metrics import MetricsLog, StepMeter, mean_loss
     from easy_context.training.nonfinite import NonfiniteSteps, nan_unless_finite
     from easy_context.training.optimizer import adamw, set_learning_rate, warmup_then
     from easy_context.training.saving import prepare_output_dir, save_model
-    from easy_context.training.zero_offload import choose_offload
 
     # --- The model: an unmodified Hugging Face decoder whose attention spans the processes that share a row. ---
     config = load_config(args.model)
@@ -70,7 +72,7 @@ def train(args: Arguments, watch: Watch) -> None:
     args.liger = choose_liger(args.liger, config)  # fused layers, where they can be used
     accelerator = launch.build_accelerator(args)
     watch.start(accelerator)  # from now on a process that fails, freezes or hangs ends all others
-    choose_offload(args, config, accelerator)  # what waits in host memory follows from the memory that is there
+    plan, tile_size = choose_memory(args, config, accelerator)  # what is kept, and where, follows from what is free
     set_seed(args.seed)
     prepare_output_dir(accelerator, args)
     mesh = apply_seq_parallel_monkey_patch(
@@ -85,13 +87,7 @@ def train(args: Arguments, watch: Watch) -> None:
         apply_liger(config)
     model = launch.load_model(args, config, accelerator)  # refuses a checkpoint that lacks a tensor
     model = apply_fused_loss(model, liger=args.liger)  # the loss without ever holding the logits of all tokens
-    if args.gradient_checkpointing != "none":
-        apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
-            offload=args.gradient_checkpointing == "offload", keep_attention=args.keep_attention
-        )
-        model.gradient_checkpointing_enable()
-    if args.mlp_tile_size:
-        model = apply_tiled_mlp(model, args.mlp_tile_size)
+    model = apply_memory_plan(model, plan, mlp_tile_size=tile_size)  # the rest is recomputed in backward
     optimizer = adamw(model, args, accelerator)  # weight decay on matrices only
     schedule = warmup_then(args)
     model, optimizer = launch.prepare(accelerator, model, optimizer, args)

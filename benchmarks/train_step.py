@@ -17,6 +17,7 @@ becomes a row with the error. docs/performance.md explains the method and holds 
 import argparse
 import itertools
 
+from easy_context.common.errors import name_flags
 from easy_context.kernels import KERNELS
 from easy_context.memory.plan import parse_memory_plan
 from easy_context.modes import MODES
@@ -87,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         try:
             parse_memory_plan(text, layers)
         except ValueError as error:
-            parser.error(f"--memory-plan {text}: {error}")
+            parser.error(name_flags(str(error)))
     check_output(parser, args)
     if args.hidden_size % args.heads or args.heads % args.kv_heads:
         parser.error("--heads must divide --hidden-size, and --kv-heads must divide --heads")

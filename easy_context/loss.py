@@ -170,8 +170,8 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         ctx.weight_dtype = weight.dtype
         total = hidden.new_zeros((), dtype=wide)
-        ctx.dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        ctx.dweight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         rows = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
@@ -180,21 +180,25 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             logits = _logits(hidden[chunk], weight)
             log_probabilities = logits.log_softmax(dim=-1)
             total -= log_probabilities.gather(-1, safe).squeeze(-1).where(valid, 0).sum()
-            if ctx.dhidden is None and ctx.dweight is None:
+            if dhidden is None and dweight is None:
                 continue
             dlogits = log_probabilities.exp_()
             dlogits.scatter_add_(-1, safe, torch.full_like(safe, -1, dtype=wide))
             dlogits = (dlogits * valid.unsqueeze(-1)).to(hidden.dtype)
-            if ctx.dhidden is not None:
-                ctx.dhidden[chunk] = dlogits @ weight
-            if ctx.dweight is not None:
-                ctx.dweight += dlogits.T @ hidden[chunk]
+            if dhidden is not None:
+                dhidden[chunk] = dlogits @ weight
+            if dweight is not None:
+                dweight += dlogits.T @ hidden[chunk]
+        ctx.save_for_backward(dhidden, dweight)  # autograd frees them as soon as they are used
         return total
 
     @staticmethod
     def backward(ctx, dloss):
-        dhidden = None if ctx.dhidden is None else (ctx.dhidden * dloss).to(ctx.dhidden.dtype)
-        dweight = None if ctx.dweight is None else (ctx.dweight * dloss).to(ctx.weight_dtype)
+        dhidden, dweight = ctx.saved_tensors
+        if dhidden is not None:
+            dhidden = (dhidden * dloss).to(dhidden.dtype)
+        if dweight is not None:
+            dweight = (dweight * dloss).to(ctx.weight_dtype)
         return dhidden, dweight, None
 
 

@@ -353,6 +353,15 @@ def test_no_tensor_of_a_whole_training_step_holds_the_logits_of_all_tokens(token
     assert seen.largest <= vocabulary * model.config.hidden_size < 2 * length * vocabulary
 
 
+def test_the_loss_s_gradients_are_freed_when_they_are_used():
+    """Not only with the loss: the layers' backward, which comes then, needs the memory."""
+    hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((1, 5, 4), (7, 4)))
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(1, 5, dtype=torch.int64))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.grad_fn.saved_tensors  # noqa: B018
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_token_losses_are_plain_cross_entropy(dtype):
     hidden, weight, targets = random_problem(9, 3, 31, 16, 50, dtype)

@@ -12,6 +12,7 @@ _FLAGS = {
     "attn_kernel": "--attn-kernel",
     "attn_engine": "--attn-engine",
     "keep_attention": "--keep-attention",
+    "memory_plan": "--memory-plan",
     "seq_length": "--seq-length",
     "rope_theta": "--rope-theta",
 }

@@ -1,6 +1,7 @@
 """Host memory for activations: copied out and back on a side stream, one layer ahead in backward."""
 
 import contextlib
+import mmap
 import weakref
 from collections import defaultdict
 
@@ -40,18 +41,25 @@ class _HostBuffers:
 
     def let_go(self, size: int) -> None:
         """Unpin free buffers of at least `size` bytes in all."""
-        if size > 0:
-            while size > 0:
-                size -= self._free.pop(0).numel()
-            _unpin_unused()
+        leaving = []
+        while size > 0:
+            leaving.append(self._free.pop(0))
+            size -= leaving[-1].numel()
+        if leaving:
+            _unpin(leaving)
 
 
 def _pin(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    """Return `size` bytes of pinned memory, in whole pages. PyTorch's pinned memory comes in powers of two."""
+    buffer = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
+    return buffer
 
 
-def _unpin_unused() -> None:
-    torch._C._host_emptyCache()  # PyTorch would keep them for tensors of the same size
+def _unpin(buffers: list[torch.Tensor]) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    for buffer in buffers:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 class _Host:

@@ -8,8 +8,8 @@ PLACES = ("gpu", "cpu", "none")
 _PARTS = ("input", "attention", "projections")
 SYNTAX = (
     "entries separated by commas, each all or some of input, attention, projections joined by +, with @cpu for what "
-    "waits in host memory, and COUNT* in front for so many layers: 24*input@cpu+attention,8*all. Entries without "
-    "counts take turns"
+    "waits in host memory, and COUNT* in front for so many layers: 24*input@cpu+attention,8*all. Entries in "
+    "parentheses, and all entries where none has a count, take turns"
 )
 
 
@@ -66,35 +66,40 @@ def parse_memory_plan(text: str, layers: int) -> MemoryPlan:
     Raises:
         ValueError: the text is not a plan, its counts do not give `layers`, or backward could not follow it.
     """
-    entries = [_parse_entry(entry.strip(), text) for entry in text.split(",")]
-    counts = [count for count, _ in entries if count is not None]
-    if not counts:
-        plan = tuple(layer for _, layer in itertools.islice(itertools.cycle(entries), layers))
-    elif len(counts) < len(entries) or sum(counts) != layers:
-        raise ValueError(
-            f"memory plan {text!r} must give every entry a count, or none; the counts must add up to the model's "
-            f"{layers} layers"
-        )
+    groups = [_parse_group(group, text) for group in re.split(r",(?![^(]*\))", text)]
+    if all(count is None for count, _ in groups):
+        turns = itertools.cycle([layer for _, group in groups for layer in group])
+        plan = tuple(itertools.islice(turns, layers))
     else:
-        plan = tuple(layer for count, layer in entries for _ in range(count))
+        plan = tuple(layer for count, group in groups for layer in group * (count or 0))
+        if len(plan) != layers or None in (count for count, _ in groups):
+            raise ValueError(
+                f"memory_plan {text!r} must give every entry a count, or none; the counts must add up to the model's "
+                f"{layers} layers"
+            )
     check_memory_plan(plan)
     return plan
 
 
-def _parse_entry(entry: str, text: str) -> tuple[int | None, LayerPlan]:
-    match = re.fullmatch(r"(?:([1-9]\d*)\s*\*\s*)?([a-z@+]+)", entry)
+def _parse_group(group: str, text: str) -> tuple[int | None, MemoryPlan]:
+    """Return the count of an entry, None if it has none, and its layers: several if it is in parentheses."""
+    match = re.fullmatch(r"\s*(?:([1-9]\d*)\s*\*\s*)?(?:\(([^()]+)\)|([^()]+?))\s*", group)
     if match is None:
-        raise ValueError(f"{entry!r} in memory plan {text!r} is no entry. Give {SYNTAX}")
+        raise ValueError(f"{group!r} in memory_plan {text!r} is no entry. Give {SYNTAX}")
     count = None if match[1] is None else int(match[1])
-    if match[2] == "all":
-        return count, KEEP_EVERYTHING
+    return count, tuple(_parse_layer(entry.strip(), text) for entry in (match[2] or match[3]).split(","))
+
+
+def _parse_layer(entry: str, text: str) -> LayerPlan:
+    if entry == "all":
+        return KEEP_EVERYTHING
     places = dict.fromkeys(_PARTS, "none")
-    for word in match[2].split("+") if match[2] != "nothing" else ():
-        part, _, place = word.partition("@")
-        if places.get(part) != "none" or place not in ("", "cpu", "gpu") or word.endswith("@"):
-            raise ValueError(f"{word!r} in memory plan {text!r} is unknown or given twice. Give {SYNTAX}")
-        places[part] = place or "gpu"
-    return count, LayerPlan(**places)
+    for word in entry.split("+") if entry != "nothing" else ():
+        match = re.fullmatch(r"([a-z]+)(?:@(cpu|gpu))?", word)
+        if match is None or places.get(match[1]) != "none":
+            raise ValueError(f"{word!r} in memory_plan {text!r} is unknown or given twice. Give {SYNTAX}")
+        places[match[1]] = match[2] or "gpu"
+    return LayerPlan(**places)
 
 
 def check_memory_plan(plan: MemoryPlan) -> None:
@@ -102,15 +107,27 @@ def check_memory_plan(plan: MemoryPlan) -> None:
     for number, (before, layer) in enumerate(zip((None, *plan), plan, strict=False), start=1):
         if not layer.everything and layer.input == "none" and (before is None or before.everything):
             raise ValueError(
-                f"layer {number} of the memory plan keeps no input, and there is no recomputed layer before it that "
-                "could make it again: keep its input"
+                f"memory_plan: layer {number} keeps no input, and there is no recomputed layer before it that could "
+                "make it again; keep its input"
             )
 
 
 def format_memory_plan(plan: MemoryPlan) -> str:
-    """Return the shortest text that `parse_memory_plan` turns into `plan` again."""
-    texts = [str(layer) for layer in plan]
-    for period in (1, *range(2, len(texts) // 2 + 1)):
-        if all(text == texts[i % period] for i, text in enumerate(texts)):
-            return ",".join(texts[:period])
-    return ",".join(f"{len(list(same))}*{text}" for text, same in itertools.groupby(texts))
+    """Return a short text that `parse_memory_plan` turns into `plan` again."""
+    texts, groups = [str(layer) for layer in plan], []
+    while texts:
+        period = max((1, 2), key=lambda period: period * _repeats(texts, period) if _repeats(texts, period) > 1 else 0)
+        count = _repeats(texts, period)
+        groups.append((count, ",".join(texts[:period])))
+        texts = texts[period * count :]
+    if len(groups) == 1:
+        return groups[0][1]
+    return ",".join(f"{count}*({group})" if "," in group else f"{count}*{group}" for count, group in groups)
+
+
+def _repeats(texts: list[str], period: int) -> int:
+    """Return how many times in a row the first `period` texts come at the beginning."""
+    count = 1
+    while texts[count * period : (count + 1) * period] == texts[:period]:
+        count += 1
+    return count

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..common.flags import FlagParser
 from ..kernels import KERNELS
+from ..memory.plan import SYNTAX
 from ..modes import ENGINES, MODES
 
 
@@ -93,14 +94,20 @@ class Arguments:
         "who computes the split attention; library: ring-flash-attn or yunchang on flash-attn, to compare with",
         choices=ENGINES,
     )
-    gradient_checkpointing: str = _flag(
-        "offload",
-        "recompute layers in backward, their inputs kept on the device (full) or in host memory (offload)",
+    memory_plan: str = _flag(
+        "auto",
+        "what each layer keeps for backward; the rest is recomputed. auto: the fastest plan that fits the free memory. "
+        f"Else {SYNTAX}",
+    )
+    gradient_checkpointing: str | None = _flag(
+        None,
+        "short for a plan that keeps all (none), or of every layer the input on the GPU (full) or in host memory "
+        "(offload) and attention as --keep-attention says",
         choices=("none", "full", "offload"),
     )
-    keep_attention: str = _flag(
-        "gpu",
-        "where checkpointing keeps attention outputs, which spares a second attention forward",
+    keep_attention: str | None = _flag(
+        None,
+        "short for a plan that keeps inputs in host memory, or as --gradient-checkpointing says, and attention here",
         choices=("gpu", "cpu", "none"),
     )
     offload: str = _flag(
@@ -109,8 +116,11 @@ class Arguments:
         "fits the memory that is free. A DeepSpeed JSON that names a device wins",
         choices=("auto", "none", "optimizer", "all"),
     )
-    mlp_tile_size: int = _flag(
-        0, "run each MLP in tiles of this many local tokens, for shards beyond 100K tokens; 0 for whole", least=0
+    mlp_tile_size: int | None = _flag(
+        None,
+        "run the MLPs of recomputed layers in tiles of this many local tokens; 0 for whole. By default whole where "
+        "that fits, else 16384",
+        least=0,
     )
     liger: bool | None = _flag(
         None,

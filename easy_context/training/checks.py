@@ -71,7 +71,7 @@ def _number_problems(args: Arguments) -> list[str]:
     problems = []
     for field in dataclasses.fields(Arguments):
         least, value = field.metadata["least"], getattr(args, field.name)
-        if least is not None and not (math.isfinite(value) and value >= least):
+        if None not in (least, value) and not (math.isfinite(value) and value >= least):
             problems.append(f"--{field.name.replace('_', '-')} {value} must be a finite number, at least {least}")
     if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
@@ -79,11 +79,6 @@ def _number_problems(args: Arguments) -> list[str]:
         problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
     if not all(0 <= beta < 1 for beta in args.adam_betas):
         problems.append(f"--adam-betas {args.adam_betas} must lie in [0, 1)")
-    if args.mlp_tile_size and args.gradient_checkpointing == "none":
-        problems.append(
-            f"--mlp-tile-size {args.mlp_tile_size} needs --gradient-checkpointing full or offload: without it the MLP "
-            "would be computed twice"
-        )
     return problems
 
 
@@ -151,6 +146,7 @@ def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
     import torch
 
     from ..model.liger import choose_liger
+    from .memory_choice import requested_plan
 
     shared = model_problems(
         args.model,
@@ -167,6 +163,7 @@ def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
         lambda: set_rope_theta(copy.deepcopy(config), args.rope_theta, args.seq_length),
         lambda: _check_dropout(config),
         lambda: choose_liger(args.liger, config),
+        lambda: requested_plan(args, config.num_hidden_layers),
     ]
     return [*shared, *problems_of(args.model, checks)]
 

@@ -53,7 +53,7 @@ def test_nothing_to_put_away():
 def buffers(monkeypatch):
     """Buffers of plain memory: pinning needs CUDA."""
     monkeypatch.setattr(offload, "_pin", lambda size: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(offload, "_unpin_unused", lambda: None)
+    monkeypatch.setattr(offload, "_unpin", lambda buffers: None)
     return offload._HostBuffers()
 
 
@@ -94,6 +94,15 @@ def test_free_buffers_can_be_let_go(buffers):
     assert buffers.free_bytes() == 0
     buffers.give_back(kept)
     assert buffers.free_bytes() == 10
+
+
+@pytest.mark.gpu
+def test_buffers_of_any_size_are_pinned_and_unpinned():
+    buffers = [offload._pin(size) for size in (1, 5000, 3 * 2**20 + 7, 2**20)]
+    assert [buffer.numel() for buffer in buffers] == [1, 5000, 3 * 2**20 + 7, 2**20]
+    assert all(buffer.is_pinned() for buffer in buffers)
+    offload._unpin(buffers)
+    assert not any(buffer.is_pinned() for buffer in buffers)
 
 
 @pytest.mark.gpu

@@ -22,16 +22,18 @@ STEPS = 6
 MAX_GRAD_NORM = 0.5  # below every norm of these runs, so that each step is clipped
 TOLERANCE = 1e-4
 
+TILED = ["--memory-plan", "input+attention", "--mlp-tile-size", "7"]
+KEPT = ["--memory-plan", "1*input+attention+projections,1*all"]
 # name: (processes, flags); each makes four rows a step. "torchrun" in the name launches with it, and so without
 # DeepSpeed.
 RUNS = {
-    "zigzag_ring_attn-1": (1, ["--gradient-accumulate-every", "4"]),
-    "zigzag_ring_attn-2": (2, ["--gradient-accumulate-every", "4"]),
-    "zigzag_ring_attn-4": (4, ["--gradient-accumulate-every", "2", "--batch-size", "2", "--mlp-tile-size", "7"]),
-    "dist_flash_attn-2": (2, ["--gradient-accumulate-every", "4"]),
-    "ulysses_attn-2": (2, ["--gradient-accumulate-every", "4", "--gradient-checkpointing", "none"]),
-    "data_parallel-2": (2, ["--gradient-accumulate-every", "2"]),
-    "data_parallel-2-torchrun": (2, ["--gradient-accumulate-every", "2"]),
+    "zigzag_ring_attn-1": (1, ["--gradient-accumulate-every", "4", "--gradient-checkpointing", "offload"]),
+    "zigzag_ring_attn-2": (2, ["--gradient-accumulate-every", "4", "--memory-plan", "input@cpu+attention,projections"]),
+    "zigzag_ring_attn-4": (4, ["--gradient-accumulate-every", "2", "--batch-size", "2", *TILED]),
+    "dist_flash_attn-2": (2, ["--gradient-accumulate-every", "4", "--keep-attention", "cpu"]),
+    "ulysses_attn-2": (2, ["--gradient-accumulate-every", "4"]),
+    "data_parallel-2": (2, ["--gradient-accumulate-every", "2", *KEPT]),
+    "data_parallel-2-torchrun": (2, ["--gradient-accumulate-every", "2", "--memory-plan", "input,nothing"]),
     "zigzag_ring_attn-4-in-two-groups": (4, ["--gradient-accumulate-every", "2", "--sequence-parallel-size", "2"]),
 }
 REFERENCE = "plain"  # one process without DeepSpeed or a launcher

@@ -1,0 +1,79 @@
+"""The memory that is free: on the GPU, and on the host, in a container too."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..memory.forecast import Memory
+
+
+def least_free(accelerator: Any) -> Memory:
+    """Return the least free memory of any process, the host's divided by the processes of its machine.
+
+    Without a GPU the host's stands in its place, and nothing is left beside it.
+    """
+    device = accelerator.device
+    gpu, host = 0.0, free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if device.type == "cuda":
+        gpu = torch.cuda.mem_get_info(device)[0]
+    else:
+        gpu, host = host, gpu
+    if not dist.is_initialized():
+        return Memory(gpu, host)
+    least = torch.tensor([gpu, host], dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return Memory(*least.tolist())
+
+
+def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of host memory that this process can still take: of the machine, and of its container.
+
+    Args:
+        proc: where the kernel shows `meminfo` and `self/cgroup`.
+        cgroups: where control groups are mounted, version 1 or 2.
+    """
+    available = next(
+        int(line.split()[1]) * 1024
+        for line in (proc / "meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    return min([available, *_left_in_cgroups(proc, cgroups)])
+
+
+def _left_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
+    """Return what is left under each memory limit of this process's control group and of those above it."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            root, limit, usage = cgroups, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        own = root / name.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder != root and root not in folder.parents:
+                break
+            try:
+                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+            except (OSError, ValueError):  # no such group in this namespace, or "max"
+                continue
+            left.append(max(0, most - used + _reclaimable(folder)))
+    return left
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return the bytes of a control group's usage that are only cached files."""
+    try:
+        fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))

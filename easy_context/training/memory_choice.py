@@ -1,0 +1,181 @@
+"""Choose what each layer keeps for backward, and what ZeRO-3 keeps in host memory, before the model loads."""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..huggingface import head_dim
+from ..memory.choice import TILE_SIZE, fastest_plan, most_frugal_plan
+from ..memory.forecast import Load, Memory, Shape, activation_memory
+from ..memory.plan import MemoryPlan, format_memory_plan, parse_memory_plan, plan_of_flags
+from ..modes import find_mode
+from .arguments import Arguments
+from .free_memory import least_free
+from .refusal import refusal
+from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, state_memory, write_offload
+
+logger = logging.getLogger(__name__)
+
+# Of free memory; the rest is for fragments and what the estimate leaves out. It is closest for Liger's layers.
+MARGIN, MARGIN_WITHOUT_LIGER = 0.92, 0.85
+GIB = 2**30
+_BUCKETS = 2 * GIB  # gathered weights and gradients under way
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to use memory.
+
+    Attributes:
+        offload: what ZeRO-3 keeps in host memory; None without ZeRO-3.
+        plan: what each layer keeps.
+        mlp_tile_size: tokens of a tile of recomputed MLPs; 0 for whole ones.
+        need: the peak of a process.
+    """
+
+    offload: str | None
+    plan: MemoryPlan
+    mlp_tile_size: int
+    need: Memory
+
+
+@refusal()
+def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[MemoryPlan, int]:
+    """Choose what each layer keeps and what ZeRO-3 offloads: as the flags say, else the fastest that fits.
+
+    What ZeRO-3 offloads is the DeepSpeed JSON's word, --offload, or as little as fits; it is written into the launch's
+    DeepSpeed configuration. All processes decide alike, by the least free memory among them, and the log says in a line
+    what was chosen. Where nothing fits, or a flag has no meaning in this launch, the run ends with a message.
+
+    Args:
+        args: train.py's arguments.
+        config: of the model.
+        accelerator: with its process group; nothing has been prepared.
+
+    Returns:
+        The memory plan, and the tokens of a tile of recomputed MLPs, 0 for whole ones.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    on_gpu = accelerator.device.type == "cuda"
+    if args.offload != "auto" and not is_zero_3(plugin):
+        raise ValueError(
+            f"--offload {args.offload} needs DeepSpeed ZeRO-3: launch with a configuration of accelerate_configs/, "
+            "or leave it out"
+        )
+    named = named_by_json(plugin) if is_zero_3(plugin) else None
+    free = least_free(accelerator)
+    room = Memory(free.gpu * (MARGIN if args.liger else MARGIN_WITHOUT_LIGER), free.host * MARGIN)
+    options: list[Option] = []
+    for offload in _offloads(args, plugin, named, on_gpu):
+        options.append(_best_option(offload, args, config, accelerator, room))
+        if options[-1].need.fits(room):
+            break
+    option = options[-1]
+    fits = option.need.fits(room)
+    if len(options) > 1 and not fits:
+        raise ValueError(_nothing_fits(options, free))
+    if option.offload is not None and not named and (on_gpu or args.offload != "auto"):
+        write_offload(plugin, option.offload)
+    _log_choice(option, args, named, free if on_gpu else None)
+    if on_gpu and not fits:
+        logger.warning("this probably does not fit this machine; --offload auto and --memory-plan auto would choose")
+    return option.plan, option.mlp_tile_size
+
+
+def requested_plan(args: Arguments, layers: int) -> MemoryPlan | None:
+    """Return the plan that the flags ask for, None where the choice is left open.
+
+    Raises:
+        ValueError: the flags contradict each other or describe no plan.
+    """
+    older = {"--gradient-checkpointing": args.gradient_checkpointing, "--keep-attention": args.keep_attention}
+    given = [f"{flag} {value}" for flag, value in older.items() if value is not None]
+    if args.memory_plan != "auto":
+        if given:
+            raise ValueError(f"--memory-plan {args.memory_plan} says what {' and '.join(given)} say: give one of them")
+        plan = parse_memory_plan(args.memory_plan, layers)
+    elif given:
+        plan = (plan_of_flags(args.gradient_checkpointing or "offload", args.keep_attention or "gpu"),) * layers
+    else:
+        return None
+    if args.mlp_tile_size and all(keeps.everything for keeps in plan):
+        raise ValueError(
+            f"--mlp-tile-size {args.mlp_tile_size} cuts the MLPs of recomputed layers, and --memory-plan all or "
+            "--gradient-checkpointing none recomputes none"
+        )
+    return plan
+
+
+def _offloads(args: Arguments, plugin: Any, named: str | None, on_gpu: bool) -> tuple[str | None, ...]:
+    """Return what ZeRO-3 may keep in host memory, fastest first."""
+    if not is_zero_3(plugin):
+        return (None,)
+    if named or args.offload != "auto":
+        return (named or args.offload,)
+    return CHOICES if on_gpu else ("none",)  # without a GPU everything is in host memory anyway
+
+
+def _best_option(offload: str | None, args: Arguments, config: Any, accelerator: Any, room: Memory) -> Option:
+    """Return the fastest option with this offloading that finds room, or else the most frugal one."""
+    shape, processes = Shape.of(config), accelerator.num_processes
+    load = _micro_batch(args, config, accelerator)
+    states = state_memory(offload, args, accelerator.state.deepspeed_plugin, shape.parameters, processes)
+    # The optimizer works on up to 1e9 parameters at a time, when activations are gone.
+    optimizer_step = 12 * min(shape.parameters / processes, 1e9) if offload == "none" else 0.0
+
+    def whole(activations: Memory) -> Memory:
+        return states + Memory(max(activations.gpu, optimizer_step) + _BUCKETS, activations.host)
+
+    plan = requested_plan(args, shape.layers)
+    tile_sizes = (0, TILE_SIZE) if args.mlp_tile_size is None else (args.mlp_tile_size,)
+    found = fastest_plan(shape, load, lambda need: whole(need).fits(room), tile_sizes, plan)
+    if found is None:
+        found = plan or most_frugal_plan(shape.layers), tile_sizes[-1]
+    return Option(offload, *found, whole(activation_memory(shape, replace(load, mlp_tile_size=found[1]), found[0])))
+
+
+def _micro_batch(args: Arguments, config: Any, accelerator: Any) -> Load:
+    """Return what a process computes in a micro-batch of the longest rows."""
+    in_half = args.mixed_precision == "bf16"
+    dtype = torch.bfloat16 if in_half else torch.float32
+    mode = find_mode(args.parallel_mode, args.attn_engine)
+    sharing = mode.sequence_size(args.sequence_parallel_size, accelerator.num_processes)
+    return Load(
+        tokens=args.batch_size * math.ceil(args.seq_length / sharing),
+        row=args.seq_length,
+        size=dtype.itemsize,
+        liger=bool(args.liger),
+        kernel=mode.select_kernel(args.attn_kernel, accelerator.device, dtype, head_dim(config)).name,
+    )
+
+
+def _nothing_fits(options: list[Option], free: Memory) -> str:
+    tried = "; ".join(f"{option.offload}: {_compared(option.need, free)}" for option in options)
+    return (
+        f"--offload auto finds no way to fit this model and rows of this length into memory ({tried}). Use more GPUs, "
+        "a shorter --seq-length or --memory-plan input@cpu, which keeps least; --offload all tries it nevertheless"
+    )
+
+
+def _compared(need: Memory, free: Memory) -> str:
+    return (
+        f"about {need.gpu / GIB:.0f} of {free.gpu / GIB:.0f} GiB on each GPU and {need.host / GIB:.0f} of "
+        f"{free.host / GIB:.0f} GiB of host memory a process"
+    )
+
+
+def _log_choice(option: Option, args: Arguments, named: str | None, free: Memory | None) -> None:
+    """Say in a line what was chosen, and what it takes of the free memory, if that is given."""
+    parts = [f"memory plan: {format_memory_plan(option.plan)}"]
+    if option.mlp_tile_size:
+        parts[0] += f", MLPs in tiles of {option.mlp_tile_size} tokens"
+    if option.offload is not None:
+        overruled = f"; --offload {args.offload} has no effect" if named and args.offload not in ("auto", named) else ""
+        why = f" (as the DeepSpeed JSON says{overruled})" if named else ""
+        parts.append(f"offload: {option.offload}, {IN_WORDS[option.offload]}{why}")
+    if free is not None:
+        parts.append(_compared(option.need, free))
+    logger.info("; ".join(parts))
