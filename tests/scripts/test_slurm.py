@@ -1,5 +1,6 @@
 """slurm.sh with stand-ins for sbatch, srun and scontrol: what is launched, what goes back into the queue, signals."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, free_port
+from launching import REPOSITORY, free_port, train_here
 
 SRUN = """#!/usr/bin/env bash
 # Runs the command once for each node, at the same time, and notes the words of it; fails as a node fails.
@@ -61,7 +62,7 @@ class Cluster:
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
         process = self.start(*arguments, **variables)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def read(self, name: str) -> list[str]:
@@ -205,7 +206,7 @@ def test_a_signal_to_the_launchers_of_two_nodes_lets_train_py_save_and_the_job_g
             time.sleep(0.1)
         for task in cluster.read("tasks"):
             os.kill(int(task), signal.SIGUSR1)
-        out, err = job.communicate(timeout=120)
+        out, err = job.communicate(timeout=300)
     finally:
         job.kill()
     assert job.returncode == 0, err
@@ -216,3 +217,46 @@ def test_a_signal_to_the_launchers_of_two_nodes_lets_train_py_save_and_the_job_g
     assert again.returncode == 0, again.stderr
     assert again.stdout.endswith("slurm.sh: the model is in out\n")
     assert len(cluster.read("scontrol")) == 1
+
+
+@pytest.mark.slow
+def test_training_is_saved_requeued_and_goes_on_as_if_nothing_had_been(cluster, tmp_path):
+    """The real train.py on two processes, whose losses over both starts of the job are those of one process."""
+    import datasets
+    import torch
+    from tiny_models import VOCABULARY, save_tiny_llama
+
+    save_tiny_llama(tmp_path / "model")
+    rows = torch.randint(0, VOCABULARY, (6, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "rows")
+    flags = [
+        *("--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows"), "--seq-length", "64"),
+        *("--max-train-steps", "16", "--learning-rate", "3e-3", "--lr-scheduler", "cosine", "--mixed-precision", "no"),
+        *("--gradient-accumulate-every", "2"),
+    ]
+    variables = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_GPUS_ON_NODE": "2", "PYTHON": sys.executable}
+    variables |= {"CONFIG": "accelerate_configs/cpu.yaml", "SLURM_JOB_ID": str(int(free_port()) % 20000 + 20000)}
+    variables |= {"SLURM_JOB_NODELIST": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    job = cluster.start(*flags, "--output-dir", str(tmp_path / "two"), **variables)
+    deadline = time.monotonic() + 600
+    try:
+        while len(losses(tmp_path / "two")) < 2:
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(int(cluster.read("tasks")[0]), signal.SIGUSR1)
+        out, err = job.communicate(timeout=300)
+    finally:
+        job.kill()
+    assert job.returncode == 0, err
+    assert out.endswith("slurm.sh: not finished, back into the queue\n")
+    assert len(losses(tmp_path / "two")) < 16
+    again = cluster.run(*flags, "--output-dir", str(tmp_path / "two"), **variables)
+    assert again.returncode == 0 and again.stdout.endswith(f"slurm.sh: the model is in {tmp_path}/two\n"), again.stderr
+    assert cluster.read("scontrol") == [f"requeue {variables['SLURM_JOB_ID']}"]
+    train_here(*flags, "--parallel_mode", "data_parallel", "--output-dir", str(tmp_path / "one"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+def losses(output_dir: Path) -> list[float]:
+    file = output_dir / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
