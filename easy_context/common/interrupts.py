@@ -46,7 +46,11 @@ class Interrupts:
             return time.monotonic() - self._asked_at < _SECONDS_OF_REPETITION
         self.asked_to_stop, self._asked_at = True, time.monotonic()
         if _is_first_process():
-            print(f"\n{_NAMES[number]}: {self._promise}; a second signal ends it at once", file=sys.stderr, flush=True)
+            print(
+                f"\n{_NAMES[signal.Signals(number)]}: {self._promise}; a second signal ends it at once",
+                file=sys.stderr,
+                flush=True,
+            )
         return True
 
 

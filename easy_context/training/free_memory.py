@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from ..memory.forecast import Memory
 
+MARGIN = 0.92  # the share of free memory to use; the rest is for fragments and what estimates leave out
+
 
 def least_free(accelerator: Any) -> Memory:
     """Return the least free memory of any process, the host's divided by the processes of its machine.

@@ -13,14 +13,13 @@ from ..memory.forecast import Load, Memory, Shape, activation_memory
 from ..memory.plan import MemoryPlan, format_memory_plan, parse_memory_plan, plan_of_flags
 from ..modes import find_mode
 from .arguments import Arguments
-from .free_memory import least_free
+from .free_memory import MARGIN, least_free
 from .refusal import refusal
 from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, state_memory, write_offload
 
 logger = logging.getLogger(__name__)
 
-# Of free memory; the rest is for fragments and what the estimate leaves out. It is closest for Liger's layers.
-MARGIN, MARGIN_WITHOUT_LIGER = 0.92, 0.85
+MARGIN_WITHOUT_LIGER = 0.85  # of free memory: the estimate is closest for Liger's layers
 GIB = 2**30
 _BUCKETS = 2 * GIB  # gathered weights and gradients under way
 

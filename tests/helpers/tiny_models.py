@@ -9,10 +9,10 @@ from transformers import LlamaForCausalLM
 VOCABULARY = 258  # of the byte-level tokenizer
 
 
-def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0, attn_implementation: str = "sdpa", **overrides) -> LlamaForCausalLM:
     """Two layers, four heads on two key-value heads, float32; logits spread enough to have clear winners."""
     settings = {"vocab_size": VOCABULARY, "intermediate_size": 64, "initializer_range": 0.3, **overrides}
-    return family_model("llama", "sdpa", seed, **settings).eval()
+    return family_model("llama", attn_implementation, seed, **settings).eval()
 
 
 def save_tiny_llama(folder: Path, seed: int = 0) -> str:

@@ -13,8 +13,8 @@ from ...common.errors import first_line
 from ...data.token_rows import TokenRows
 from ..agreement import any_process, every_process, first_problem
 from ..arguments import Arguments
+from ..free_memory import MARGIN, free_host_memory
 from ..watch.watch import Watch
-from ..zero_offload import MARGIN, free_host_memory
 from .background import FileWriting, copy_of, size_of
 from .files import PARTIAL, make_partial, missing_room, not_visible
 from .resuming import resume
