@@ -40,11 +40,13 @@ class Verdict:
         reason: in words.
         rank: of the process that is to blame, or the first to be noticed.
         hang: whether processes must say where they stand, as none of them has an error to show.
+        unheard: whether the first process could not be asked, so that this one shows its own error, if any.
     """
 
     reason: str
     rank: int
     hang: bool
+    unheard: bool = False
 
 
 @dataclass

@@ -160,10 +160,11 @@ class Watch:
                         return
                     verdict = message or verdict
                 if self._hang_timeout and silent > min(MOST_SILENCE, self._hang_timeout):
-                    verdict = Verdict(f"rank 0 has not answered for {silent:.0f} s", 0, hang=True)
+                    verdict = Verdict(f"rank 0 has not answered for {silent:.0f} s", 0, hang=True, unheard=True)
         except (EOFError, OSError):
             time.sleep(_BEAT)  # the signal that has ended it may be on its way to this process as well
-            verdict = Verdict("rank 0 has ended without a word: killed, or its message is above", 0, hang=False)
+            reason = "rank 0 has ended without a word, or the link to it is lost"
+            verdict = Verdict(reason, 0, hang=False, unheard=True)
         self._report(verdict)
         with contextlib.suppress(EOFError, OSError):
             link.send(_REPORTED)
@@ -175,12 +176,13 @@ class Watch:
         sys.stdout.flush()
         if self.interrupts.ending:
             time.sleep(_SECONDS_TO_REPORT)  # the signal ends this process
-        failed_first = verdict.rank == self._rank and self._failure is not None
-        print(self._error if failed_first else self._last_words(verdict), file=sys.stderr, end="", flush=True)
+        own = verdict.rank == self._rank or verdict.unheard
+        print(self._error if own and self._failure else self._last_words(verdict), file=sys.stderr, end="", flush=True)
 
     def _last_words(self, verdict: Verdict) -> str:
         """Return why this process ends, on the first one that is left, and in a hang where it stands, on all."""
-        speaks = self._rank == (1 if verdict.rank == 0 else 0) and not self._failure
+        first_here = os.environ.get("LOCAL_RANK", "0") == "0" or self._rank == 1
+        speaks = not self._failure and (first_here if verdict.rank == 0 else self._rank == 0)
         text = f"\nthe run ends: {verdict.reason}\n" if speaks else ""
         if verdict.hang:
             stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
