@@ -125,7 +125,7 @@ def needle_row(
     places = sorted(rng.randint(0, room) for _ in range(questions))
     if rng.random() < FIRST_SHARE:
         places[0] = 0
-    pieces = [(needle, [])] + [(question, answer)] * questions
+    pieces: list[tuple[list[int], list[int]]] = [(needle, [])] + [(question, answer)] * questions
     ids, labels, done = [], [], 0
     for place, (given, learned) in zip([*places, room], pieces, strict=True):
         ids += [*text[done:place], *given, *learned]

@@ -108,7 +108,7 @@ def table(folder: Path) -> str:
     found = [read(f"needle-{when}/summary.json")["tasks"]["needle"]["by_length"] for when in ("before", "after")]
     lengths = [read(f"{stage}/args.json")["seq_length"] for stage in stages]
 
-    lines = [("training loss (nats per learned token)", "first steps", "last steps")]
+    lines: list[tuple[str, ...]] = [("training loss (nats per learned token)", "first steps", "last steps")]
     for stage, length in zip(stages, lengths, strict=True):
         steps = (folder / stage / "metrics.jsonl").read_text().splitlines()
         ends = mean_loss(steps[:AVERAGED_STEPS]), mean_loss(steps[-AVERAGED_STEPS:])

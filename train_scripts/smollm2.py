@@ -60,8 +60,9 @@ class Settings:
     def read(cls) -> "Settings":
         """Read the environment. An empty variable is as an unset one; only ATTENTION_FACTOR may be empty."""
         given = {one.name: os.environ.get(one.name.upper()) for one in fields(cls)}
-        empty = {"attention_factor"} & {name for name, value in given.items() if value is not None}
-        return cls(**{name: value for name, value in given.items() if value or name in empty})
+        return cls(
+            **{k: value for k, value in given.items() if value is not None and (value or k == "attention_factor")}
+        )
 
     def named(self, *names: str) -> str:
         """Return NAME=VALUE of these settings."""
