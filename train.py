@@ -79,6 +79,8 @@ def train(args: Arguments, watch: Watch) -> None:
         args.parallel_mode,
         config.model_type,
         sequence_parallel_size=args.sequence_parallel_size,
+        ring_degree=args.ring_degree,
+        query_heads=config.num_attention_heads,
         attn_kernel=args.attn_kernel,
         attn_engine=args.attn_engine,
         timeout=launch.COLLECTIVE_TIMEOUT,

@@ -15,7 +15,7 @@ from easy_context.kernels import KERNELS
 
 from .flags import at_least, check_distinct, check_lengths, check_output, launched_processes, make_parser
 
-OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn")
+OUR_MODES = ("zigzag_ring_attn", "dist_flash_attn", "ulysses_attn", "usp_attn")
 CANDIDATES = ("zigzag_all_gather",)  # not in the package
 PEERS = ("ring_flash_attn", "yunchang_ulysses", "yunchang_usp", "context_parallel")
 COLUMNS = (

@@ -58,7 +58,8 @@ def list_cases(args: argparse.Namespace, world: World) -> list[Case]:
             for rank in (0, size - 1)
         ]
     shared = functools.partial(Case, devices=world.size)
-    cases += [shared(mode, kernel, functools.partial(own, mode, kernel)) for mode in args.modes for kernel in kernels]
+    modes = [mode for mode in args.modes if mode != "usp_attn" or world.size > 2]  # on two ranks it is another mode
+    cases += [shared(mode, kernel, functools.partial(own, mode, kernel)) for mode in modes for kernel in kernels]
     fa2 = "torch_flash"
     if "ring_flash_attn" in args.peers:
         cases.append(shared("ring-flash-attn zigzag", fa2, peers.ring_flash_attn))
@@ -78,7 +79,7 @@ def our_settings(mode_name: str, kernel_name: str, args: argparse.Namespace, wor
     """Return how one of our modes computes with one kernel over all processes of the run."""
     mode_class = ZigzagAllGather if mode_name == ZigzagAllGather.name else find_mode(mode_name)
     return AttentionSettings(
-        mode=mode_class.over(CurrentMesh()),
+        mode=mode_class.over(CurrentMesh(ring_degree=peers.usp_ring_degree)),
         kernel=select_kernel(kernel_name, world.device, torch.bfloat16, args.head_dim),
         scale=args.head_dim**-0.5,
         mask=AttentionMask(causal=True),
@@ -89,7 +90,8 @@ def own_method(mode_name: str, kernel_name: str, args: argparse.Namespace, world
     """Return one of our modes with one kernel."""
     settings = our_settings(mode_name, kernel_name, args, world)
     run = functools.partial(sequence_parallel_attention, settings=settings)
-    return peers.AttentionMethod(run, settings.mode.shard)
+    note = peers.usp_degrees(world.size) if mode_name == "usp_attn" else ""
+    return peers.AttentionMethod(run, settings.mode.shard, note=note)
 
 
 def lone_method(

@@ -17,14 +17,14 @@ from easy_context import communication
 from easy_context.attention import AttentionSettings, sequence_parallel_attention
 from easy_context.mesh import Mesh
 
-from .peers import AttentionMethod
+from .peers import AttentionMethod, usp_ring_degree
 
 
 def alone(settings: AttentionSettings, rank: int, size: int) -> AttentionMethod:
     """Return what rank `rank` of `size` does; the settings' mode must be over a `CurrentMesh`."""
     return AttentionMethod(
         functools.partial(sequence_parallel_attention, settings=settings),
-        type(settings.mode).over(Mesh(sequence_rank=rank, sequence_size=size)).shard,
+        type(settings.mode).over(Mesh(sequence_rank=rank, sequence_size=size, ring_degree=usp_ring_degree(size))).shard,
         note="without communication",
         session=functools.partial(_lone_rank, rank, size),
     )

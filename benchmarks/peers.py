@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from easy_context.attention import AttentionSettings, sequence_parallel_attention
 from easy_context.kernels import AttentionMask
-from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.mesh import CurrentMesh
 from easy_context.modes import build_mode
 
 from .flash_attn_shim import ensure_flash_attn
@@ -81,26 +81,29 @@ def yunchang_ulysses() -> AttentionMethod:
     return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard, note=note or "")
 
 
+def usp_ring_degree(size: int) -> int:
+    """Return how many of `size` ranks form a ring, in ours and the peer: Ulysses over pairs, a ring over the rest."""
+    return size // 2 if size % 2 == 0 and size > 2 else size
+
+
+def usp_degrees(size: int) -> str:
+    """Return both degrees as a note for the table."""
+    return f"Ulysses {size // usp_ring_degree(size)} × ring {usp_ring_degree(size)}"
+
+
 def yunchang_usp() -> AttentionMethod:
-    """yunchang's unified sequence parallelism (arXiv 2405.07719): Ulysses over pairs, zigzag ring over the rest."""
+    """yunchang's unified sequence parallelism (arXiv 2405.07719)."""
     note = ensure_flash_attn()
     from yunchang import LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    ulysses = 2 if size % 2 == 0 and size > 2 else 1
-    ring = size // ulysses
-    set_seq_parallel_pg(ulysses, ring, rank, size)
+    ring = usp_ring_degree(size)
+    set_seq_parallel_pg(size // ring, ring, rank, size)
     layer = LongContextAttention(ring_impl_type="zigzag", attn_type=AttnType.FA)
-
-    def shard(tensor):
-        of_ring = build_mode("zigzag_ring_attn", Mesh(sequence_rank=rank // ulysses, sequence_size=ring)).shard(tensor)
-        return of_ring.chunk(ulysses, dim=1)[rank % ulysses]
-
-    degrees = f"Ulysses {ulysses} × ring {ring}"
-    return AttentionMethod(
-        lambda q, k, v: layer(q, k, v, causal=True), shard, note=f"{degrees}; {note}" if note else degrees
-    )
+    shard = build_mode("usp_attn", CurrentMesh(ring_degree=usp_ring_degree)).shard
+    note = "; ".join(filter(None, (usp_degrees(size), note)))
+    return AttentionMethod(lambda q, k, v: layer(q, k, v, causal=True), shard, note=note)
 
 
 def torch_context_parallel(kernel: str, device: torch.device, repeat_kv: bool) -> AttentionMethod:

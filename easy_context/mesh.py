@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from .agreement import check_together
 from .communication import communication_device
 
 
@@ -36,6 +37,8 @@ class Mesh:
         sequence_size: how many they are.
         data_rank: which of the groups this one is; groups of different data_rank train on different rows.
         data_size: how many groups there are.
+        ring_degree: how many of the ranks that share a row form a ring of usp_attn. The others form Ulysses groups of
+            consecutive ranks.
     """
 
     sequence_group: dist.ProcessGroup | None = None
@@ -43,28 +46,39 @@ class Mesh:
     sequence_size: int = 1
     data_rank: int = 0
     data_size: int = 1
+    ring_degree: int = 1
 
     @property
     def sequence(self) -> Ranks:
         """The ranks that share a row."""
         return Ranks(self.sequence_rank, self.sequence_size, self.sequence_group)
 
+    @property
+    def ulysses(self) -> Ranks:
+        """The ranks of this one's Ulysses group, without their process group."""
+        size = self.sequence_size // self.ring_degree
+        return Ranks(self.sequence_rank % size, size)
+
+    @property
+    def ring(self) -> Ranks:
+        """The ranks of this one's ring, without their process group."""
+        return Ranks(self.sequence_rank * self.ring_degree // self.sequence_size, self.ring_degree)
+
 
 class CurrentRanks:
-    """The attributes of `Ranks`, worked out whenever they are asked for: each run of `size` consecutive ranks.
+    """The attributes of `Ranks`, worked out whenever they are asked for.
 
-    `group` makes the groups of all such runs at its first use in a process group, which is collective over all ranks.
+    These are `size` ranks at a distance of `stride`, such as 1, 3, 5, 7 for a size of 4 and a stride of 2.
     """
 
-    def __init__(self, size: Callable[[], int], timeout: timedelta | None) -> None:
+    def __init__(self, size: Callable[[], int], stride: Callable[[], int], groups: "_Groups") -> None:
         self._size = size
-        self._timeout = timeout
-        self._world: dist.ProcessGroup | None = None  # the world that _group was made of
-        self._group: dist.ProcessGroup | None = None
+        self._stride = stride
+        self._groups = groups
 
     @property
     def rank(self) -> int:
-        return _rank() % self.size
+        return _rank() // self._stride() % self.size
 
     @property
     def size(self) -> int:
@@ -72,12 +86,7 @@ class CurrentRanks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        size = self.size
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if world is not self._world:  # also where a new one has as many ranks
-            self._group = None if world is None else _own_group(size, self._timeout)
-            self._world = world
-        return self._group
+        return self._groups.find(self.size, self._stride())
 
 
 class CurrentMesh:
@@ -87,9 +96,9 @@ class CurrentMesh:
     Each run of `sequence_parallel_size` consecutive ranks shares its rows; without torch.distributed there is one
     process.
 
-    Ranks and sizes are arithmetic, which any rank may ask for alone. `sequence_group` makes groups at its first use,
-    which is collective: every rank of the launch must get there, or the others wait until the timeout. Under a patch
-    the first use is the patch itself where torch.distributed is initialised already, else the first
+    Ranks and sizes are arithmetic, which any rank may ask for alone. Process groups are made at their first use, which
+    is collective: every rank of the launch must get there, or the others wait until the timeout. Under a patch the
+    first use is the patch itself where torch.distributed is initialised already, else the first
     `prepare_seq_parallel_inputs` or forward pass.
 
     Raises (from every attribute):
@@ -98,9 +107,26 @@ class CurrentMesh:
         ValueError: the size does not divide the number of processes.
     """
 
-    def __init__(self, sequence_parallel_size: int | None = None, timeout: timedelta | None = None) -> None:
-        """`timeout` is that of the collectives of groups made here; None for the backend's default."""
-        self.sequence = CurrentRanks(lambda: sequence_size(sequence_parallel_size, _processes()), timeout)
+    def __init__(
+        self,
+        sequence_parallel_size: int | None = None,
+        timeout: timedelta | None = None,
+        ring_degree: Callable[[int], int] = lambda size: 1,
+    ) -> None:
+        """Describe a grid.
+
+        Args:
+            sequence_parallel_size: ranks that share a row; None for all of them.
+            timeout: of the collectives of groups made here; None for the backend's default.
+            ring_degree: says for a number of ranks that share a row how many of them form a ring of usp_attn.
+        """
+        groups = _Groups(timeout)
+        self._ring_degree = ring_degree
+        self.sequence = CurrentRanks(
+            lambda: sequence_size(sequence_parallel_size, _processes()), stride=lambda: 1, groups=groups
+        )
+        self.ulysses = CurrentRanks(lambda: self._ulysses_degree, stride=lambda: 1, groups=groups)
+        self.ring = CurrentRanks(lambda: self.ring_degree, stride=lambda: self._ulysses_degree, groups=groups)
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -121,6 +147,32 @@ class CurrentMesh:
     @property
     def data_size(self) -> int:
         return _processes() // self.sequence_size
+
+    @property
+    def ring_degree(self) -> int:
+        return self._ring_degree(self.sequence_size)
+
+    @property
+    def _ulysses_degree(self) -> int:
+        return self.sequence_size // self.ring_degree
+
+
+class _Groups:
+    """The process groups of a mesh, each made at its first use in the world that there is."""
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._timeout = timeout
+        self._world: dist.ProcessGroup | None = None  # the world that the groups were made in
+        self._made: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def find(self, size: int, stride: int) -> dist.ProcessGroup | None:
+        """Return this rank's group of `size` ranks at a distance of `stride`; None without torch.distributed."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is not self._world:  # also where a new one has as many ranks
+            self._world, self._made = world, {}
+        if world is not None and (size, stride) not in self._made:
+            self._made[size, stride] = _own_group(size, stride, self._timeout)
+        return self._made.get((size, stride))
 
 
 def sequence_size(requested: int | None, processes: int) -> int:
@@ -163,12 +215,18 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _own_group(size: int, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make the groups of `size` consecutive ranks and return this rank's; collective over all ranks."""
+def _own_group(size: int, stride: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make all groups of `size` ranks at a distance of `stride` and return this rank's; collective over all ranks."""
+    check_together(
+        lambda: {"ranks of a group": size, "distance between them": stride},
+        dist.group.WORLD,
+        "the processes of the launch want other groups: give all of them one sequence_parallel_size and ring_degree",
+    )
     rank, world = dist.get_rank(), dist.get_world_size()
-    for start in range(0, world, size):
-        group = dist.group.WORLD if size == world else dist.new_group(range(start, start + size), timeout=timeout)
-        if start <= rank < start + size:
+    for first in (start + offset for start in range(0, world, size * stride) for offset in range(stride)):
+        members = range(first, first + size * stride, stride)
+        group = dist.group.WORLD if size == world else dist.new_group(members, timeout=timeout)
+        if rank in members:
             own_group = group
     # NCCL makes the group's communicator in its first collective, which a lone send or receive may not do.
     dist.all_reduce(torch.zeros(1, device=communication_device(own_group)), group=own_group)

@@ -22,6 +22,8 @@ def apply_seq_parallel_monkey_patch(
     model: str = "llama",
     *,
     sequence_parallel_size: int | None = None,
+    ring_degree: int | None = None,
+    query_heads: int | None = None,
     attn_kernel: str = "auto",
     attn_engine: str = "easy_context",
     timeout: timedelta | None = None,
@@ -34,6 +36,10 @@ def apply_seq_parallel_monkey_patch(
         seq_algo: one of `easy_context.modes.MODES`.
         model: the model type (`config.model_type`): llama, mistral, qwen2 or qwen3.
         sequence_parallel_size: ranks that share a row; None for all of them. data_parallel always has 1.
+        ring_degree: of usp_attn, ranks in a ring; it divides the ranks that share a row, and their number / ring_degree
+            divides the query heads. None for the smallest that keeps each all-to-all inside a node (LOCAL_WORLD_SIZE)
+            and, if they are given, divides `query_heads`.
+        query_heads: of the model.
         attn_kernel: "auto" or one of `easy_context.kernels.KERNELS`.
         attn_engine: one of `easy_context.modes.ENGINES`; "library" needs flash-attn and a library for the mode.
         timeout: of the collectives of groups made here; None for the backend's default.
@@ -42,20 +48,23 @@ def apply_seq_parallel_monkey_patch(
         The grid of ranks, with this process's place in it; `CurrentMesh` says when its groups are made.
 
     Raises:
-        ValueError: an unknown mode, kernel, engine or family, an engine that cannot serve, or a size that does not
-            divide the number of processes (if they are not known yet, at first use).
+        ValueError: an unknown mode, kernel, engine or family, an engine that cannot serve, or a size or ring_degree
+            that does not divide the number of processes (if they are not known yet, at first use).
     """
     mode_class = find_mode(seq_algo, attn_engine)
     mode_class.check_kernel_name(attn_kernel)
     huggingface.modeling_module(model)
     if not mode_class.splits_rows:
         sequence_parallel_size = mode_class.sequence_size(sequence_parallel_size, 1)
-    mesh = CurrentMesh(sequence_parallel_size, timeout)
+    mesh = CurrentMesh(
+        sequence_parallel_size, timeout, lambda size: mode_class.ring_degree(ring_degree, size, query_heads)
+    )
     mode = mode_class.over(mesh)
     if dist.is_initialized():
-        mesh.sequence_group  # noqa: B018  made here, where all ranks are
+        mode.make_groups()  # here, where all ranks are
     elif launched_processes() > 1:
-        mode_class.sequence_size(sequence_parallel_size, launched_processes())
+        size = mode_class.sequence_size(sequence_parallel_size, launched_processes())
+        mode_class.ring_degree(ring_degree, size, query_heads)
     remove_seq_parallel_monkey_patch()
     restore = huggingface.rebind(model, mode.name, attention_function, create_mask, loss_of_shards)
     record_patch(Patch(mode, model, mesh, attn_kernel, restore))
@@ -95,7 +104,8 @@ def prepare_seq_parallel_inputs(
         rank: in the sequence-parallel group.
         world_size: of the sequence-parallel group.
         device: where the shards go.
-        ring_degree: of usp_attn; the modes that there are have one way to split, and take it without effect.
+        ring_degree: of usp_attn, ranks in a ring; None for that of the applied patch, or the patch's own choice. The
+            other modes have one way to split, and take 1 or None.
         check_rows: where the applied patch splits rows, compare checksums of the rows over the group whenever `rank`
             and `world_size` are this process's own. That is collective: every rank of the group calls this for the same
             batches. False leaves it out.
@@ -106,9 +116,10 @@ def prepare_seq_parallel_inputs(
     Raises:
         ValueError: tensors of different lengths, or rows that are not the same on every rank; then on every rank.
     """
-    mode = build_mode(seq_algo, Mesh(sequence_rank=rank, sequence_size=world_size))
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a sequence-parallel group of {world_size}")
+    ring_degree = _ring_degree(seq_algo, world_size, ring_degree)
+    mode = build_mode(seq_algo, Mesh(sequence_rank=rank, sequence_size=world_size, ring_degree=ring_degree))
     rows = input_ids, position_ids, target_ids
     if check_rows and _is_own_shard(mode):
         check_together(
@@ -135,12 +146,23 @@ def prepare_seq_parallel_inputs(
     }
 
 
+def _ring_degree(seq_algo: str, size: int, requested: int | None) -> int:
+    """Return the ring degree of a split: the requested one, the applied patch's, or what the patch would choose."""
+    patch = applied_patch()
+    if requested is None and patch is not None and patch.mode.name == seq_algo and patch.mesh.sequence_size == size:
+        return patch.mesh.ring_degree
+    return find_mode(seq_algo).ring_degree(requested, size)
+
+
 def _is_own_shard(mode: ParallelMode) -> bool:
     """Return whether the applied patch makes this split on this process, so that its group makes it as well."""
     patch = applied_patch()
     if patch is None or patch.mode.name != mode.name or patch.mesh.sequence_size == 1:
         return False
-    return (mode.ranks.rank, mode.ranks.size) == (patch.mesh.sequence_rank, patch.mesh.sequence_size)
+    rank, size = patch.mesh.sequence_rank, patch.mesh.sequence_size
+    return (mode.ranks.rank, mode.ranks.size) == (rank, size) and (
+        mode.chunk_indices(rank) == patch.mode.chunk_indices(rank)
+    )
 
 
 @torch.no_grad()

@@ -26,6 +26,41 @@ def describe_meshes(rank: int, world_size: int, sizes: list):
     return [describe_mesh(rank, world_size, size) for size in sizes]
 
 
+def groups_of_usp(rank: int, world_size: int, size: int, ring_degree: int) -> tuple:
+    """Place and members of the Ulysses group and of the ring, as the process group has them and as arithmetic has."""
+    mesh = CurrentMesh(size, ring_degree=lambda size: ring_degree)
+    placed = Mesh(sequence_rank=rank % size, sequence_size=size, ring_degree=ring_degree)
+    found = []
+    for ranks, expected in ((mesh.ulysses, placed.ulysses), (mesh.ring, placed.ring)):
+        assert (ranks.rank, ranks.size) == (expected.rank, expected.size)
+        assert dist.get_rank(ranks.group) == ranks.rank and ranks.group is ranks.group
+        found.append(dist.get_process_group_ranks(ranks.group))
+    assert (mesh.ulysses.group is mesh.sequence_group) == (ring_degree == 1)
+    return tuple(found)
+
+
+def test_a_ring_goes_through_the_same_places_of_neighbouring_ulysses_groups(pool):
+    found = pool.run(groups_of_usp, 8, 4, 2)
+    assert [ulysses for ulysses, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
+    assert [ring for _, ring in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    found = pool.run(groups_of_usp, 8, 8, 2)
+    assert found[5] == ([4, 5, 6, 7], [1, 5])
+    assert pool.run(groups_of_usp, 4, 4, 1)[2] == ([0, 1, 2, 3], [2])
+
+
+def disagree(rank: int, world_size: int) -> str:
+    """Two machines with other numbers of processes, whose ring degree follows from LOCAL_WORLD_SIZE."""
+    mesh = CurrentMesh(ring_degree=lambda size: 2 if rank < 2 else 4)
+    with pytest.raises(ValueError) as error:
+        mesh.ring.group  # noqa: B018
+    return str(error.value)
+
+
+def test_processes_that_want_other_groups_all_say_so(pool):
+    for message in pool.run(disagree, 4):
+        assert "ranks of a group 2 on rank 0, 1, 4 on rank 2, 3" in message and "ring_degree" in message
+
+
 def message_of_bad_size(rank: int, world_size: int, size: int) -> str:
     with pytest.raises(ValueError) as error:
         CurrentMesh(size).sequence_group  # noqa: B018
@@ -69,7 +104,7 @@ def place_of(mesh: CurrentMesh) -> Mesh:
 
 
 def test_without_torch_distributed_there_is_one_process():
-    assert place_of(CurrentMesh()) == place_of(CurrentMesh(1)) == Mesh(None, 0, 1, 0, 1)
+    assert place_of(CurrentMesh()) == place_of(CurrentMesh(1)) == Mesh(None, 0, 1, 0, 1, 1)
     with pytest.raises(ValueError, match="sequence_parallel_size 2"):
         CurrentMesh(2).sequence_size  # noqa: B018
 

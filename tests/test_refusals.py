@@ -156,7 +156,7 @@ def own_shard(mode: str, rank: int, world_size: int) -> dict[str, torch.Tensor]:
 def refused_shards(rank: int, world_size: int, mode: str) -> dict[str, str]:
     """Shards that do not belong to this rank and mode, each refused here and on every other rank."""
     messages = {}
-    another_mode = "dist_flash_attn" if mode == "zigzag_ring_attn" else "zigzag_ring_attn"
+    another_mode = "dist_flash_attn" if mode in ("zigzag_ring_attn", "usp_attn") else "zigzag_ring_attn"
     with patched(mode):
         model = family_model("llama")
         shard = own_shard(mode, rank, world_size)

@@ -306,7 +306,8 @@ def test_the_original_packages_names_do_what_they_did():
     for mode in SPLITTING_MODES:
         prepare = getattr(easy_context, f"prepare_{mode}_inputs")
         for rank in range(2):
-            actual = prepare(ids, positions, targets, rank, 2, "cpu")
+            degrees = (1, 2) if mode == "usp_attn" else ()
+            actual = prepare(ids, positions, targets, rank, 2, "cpu", *degrees)
             expected = easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, rank, 2, "cpu", 1)
             assert actual.keys() == expected.keys()
             assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -319,14 +320,46 @@ def test_the_original_packages_names_do_what_they_did():
         easy_context.prepare_seq_parallel_inputs(mode, ids, positions, targets, 0, 1, "cpu", ring_degree=1)
 
 
-def test_usp_says_that_it_is_not_there_yet():
-    for call in (
-        lambda: easy_context.apply_seq_parallel_monkey_patch("usp_attn", "llama"),
-        lambda: easy_context.prepare_usp_attn_inputs(None, None, None, 0, 1, "cpu", 1, 1),
-        easy_context.apply_usp_attn_monkey_patch_llama,
-    ):
-        with pytest.raises(ValueError, match="(?s)'usp_attn' is not there yet.*zigzag_ring_attn"):
-            call()
+def run_as_the_original_did(rank: int, world_size: int, ring_degree: int) -> bool:
+    """A patch that knows no degrees, and degrees that come with the rows: do the logits come out right?"""
+    ids, targets = random_rows(2, 21)
+    model = family_model("llama", "sdpa")
+    expected = model(ids).logits
+    easy_context.apply_usp_attn_monkey_patch_llama()
+    try:
+        for _ in range(2):
+            place = rank, world_size, "cpu", ring_degree, world_size // ring_degree
+            part = easy_context.prepare_usp_attn_inputs(ids, torch.arange(21)[None], targets, *place)
+            logits = model(part["local_input_ids"], position_ids=part["local_position_ids"], use_cache=False).logits
+            whole = easy_context.gather_seq_parallel_outputs("usp_attn", logits.detach(), length=21)
+            torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        easy_context.remove_seq_parallel_monkey_patch()
+    return True
+
+
+def test_the_originals_usp_takes_its_degrees_with_the_rows(pool):
+    for ring_degree in (1, 2, 4):
+        assert all(pool.run(run_as_the_original_did, 4, ring_degree))
+    with pytest.raises(ValueError, match="ring_degree 2 x ulysses_degree 3 must be 4 ranks"):
+        easy_context.prepare_usp_attn_inputs(None, None, None, 0, 4, "cpu", 2, 3)
+
+
+def split_by_the_patch(rank: int, world_size: int) -> None:
+    """Without a ring_degree the applied patch's counts; with another one the rows are split in another way."""
+    ids, _ = random_rows(1, 24)
+    args = ids, torch.arange(24)[None], None, rank, world_size, "cpu"
+    with patched("usp_attn", ring_degree=2):
+        given, as_patched, other = (
+            easy_context.prepare_seq_parallel_inputs("usp_attn", *args, degree)["local_input_ids"]
+            for degree in (2, None, 4)
+        )
+    assert torch.equal(given, as_patched)
+    assert not torch.equal(given, other) or rank in (0, 3)
+
+
+def test_rows_are_split_by_the_patchs_ring_degree(pool):
+    pool.run(split_by_the_patch, 4)
 
 
 def test_every_public_name_is_there():

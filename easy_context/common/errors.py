@@ -9,6 +9,7 @@ from collections.abc import Iterator
 _FLAGS = {
     "seq_algo": "--parallel_mode",
     "sequence_parallel_size": "--sequence-parallel-size",
+    "ring_degree": "--ring_degree",
     "attn_kernel": "--attn-kernel",
     "attn_engine": "--attn-engine",
     "keep_attention": "--keep-attention",

@@ -96,7 +96,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
             would leave out.
     """
     accelerator = _deepspeed_accelerator(device) if launched_for_deepspeed() else None
-    mode, mesh = _apply_mode(config.model_type, args)
+    mode, mesh = _apply_mode(config, args)
     try:
         if accelerator is not None and mesh.data_size > 1:
             raise UnusableModel(
@@ -115,14 +115,15 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
         remove_seq_parallel_monkey_patch()
 
 
-def _apply_mode(model_type: str, args) -> tuple[str | None, Mesh]:
+def _apply_mode(config, args) -> tuple[str | None, Mesh]:
     """Patches the model family for the mode of the flags, or of the number of processes if they name none."""
-    mode = _mode_of(model_type, args)
+    mode = _mode_of(config.model_type, args)
     if mode is None:
         return None, Mesh()
     mesh = apply_seq_parallel_monkey_patch(
         mode,
-        model_type,
+        config.model_type,
+        query_heads=config.num_attention_heads,
         attn_kernel=args.attn_kernel,
         sequence_parallel_size=args.sequence_parallel_size,
         timeout=COLLECTIVE_TIMEOUT,

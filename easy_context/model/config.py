@@ -85,6 +85,7 @@ def model_problems(
     device: "torch.device",
     dtype: "torch.dtype",
     engine: str = "easy_context",
+    ring_degree: int | None = None,
 ) -> Iterator[str]:
     """Yield each reason, in the words of the command line, why a model cannot run on split rows.
 
@@ -98,10 +99,15 @@ def model_problems(
         device: of this process.
         dtype: of the activations.
         engine: what computes the mode.
+        ring_degree: processes in a ring of usp_attn; None for the mode's choice.
     """
     from ..huggingface import head_dim, modeling_module, refuse_model_features
     from ..mesh import Mesh
     from ..modes import build_mode, find_mode
+
+    def check_split() -> None:
+        rings = find_mode(mode).ring_degree(ring_degree, size, config.num_attention_heads)
+        build_mode(mode, Mesh(sequence_size=size, ring_degree=rings)).check(config, seq_length)
 
     def check_attention() -> None:
         mode_class = find_mode(mode, engine)
@@ -114,7 +120,7 @@ def model_problems(
         yield f"--model {name}: {error}"
         return
     checks = [
-        lambda: build_mode(mode, Mesh(sequence_size=size)).check(config, seq_length),
+        check_split,
         lambda: refuse_model_features(config, seq_length, size),
         check_attention,
     ]

@@ -13,11 +13,13 @@ _CLASSES = {
         "zigzag_ring_attn": "zigzag_ring_attn.ZigzagRingAttention",
         "dist_flash_attn": "dist_flash_attn.DistFlashAttention",
         "ulysses_attn": "ulysses_attn.UlyssesAttention",
+        "usp_attn": "usp_attn.UspAttention",
         "data_parallel": "data_parallel.DataParallel",
     },
     "library": {
         "zigzag_ring_attn": "library_zigzag.LibraryZigzag",
         "ulysses_attn": "library_ulysses.LibraryUlysses",
+        "usp_attn": "library_usp.LibraryUsp",
     },
 }
 ENGINES = tuple(_CLASSES)
@@ -29,14 +31,12 @@ def find_mode(name: str, engine: str = "easy_context") -> "type[ParallelMode]":
 
     Args:
         name: one of MODES.
-        engine: one of ENGINES. "library" has zigzag_ring_attn (ring-flash-attn) and ulysses_attn (yunchang), to compare
-            with: rows are split as in our modes, so that a run differs in nothing but its attention.
+        engine: one of ENGINES. "library" has zigzag_ring_attn (ring-flash-attn), ulysses_attn (yunchang) and usp_attn
+            (both), to compare with: rows are split as in our modes, so that a run differs in nothing but its attention.
 
     Raises:
         ValueError: an unknown name, or a mode that the engine lacks.
     """
-    if name == "usp_attn":
-        raise ValueError(f"seq_algo 'usp_attn' is not there yet; choose one of {', '.join(MODES)}")
     if name not in MODES:
         raise ValueError(f"seq_algo {name!r} is unknown; choose one of {', '.join(MODES)}")
     if engine not in ENGINES:

@@ -34,6 +34,10 @@ class ParallelMode:
         """Return this mode over the ranks of `mesh` that share a row."""
         return cls(mesh.sequence)
 
+    def make_groups(self) -> None:
+        """Make the process groups of this mode now, not at their first use; collective over all ranks."""
+        self.ranks.group  # noqa: B018
+
     # --- Checks that need no process group ---
 
     @classmethod
@@ -44,6 +48,24 @@ class ParallelMode:
             ValueError: the number does not divide the processes, or means nothing to this mode.
         """
         return sequence_size(requested, processes)
+
+    @classmethod
+    def ring_degree(cls, requested: int | None, size: int, heads: int | None = None) -> int:
+        """Return how many of the `size` ranks that share a row form a ring of usp_attn; 1 in the other modes.
+
+        Args:
+            requested: what the user asks for; None for the mode's choice.
+            size: ranks that share a row.
+            heads: query heads of the model, if they are known.
+
+        Raises:
+            ValueError: a number that the mode cannot honour.
+        """
+        if requested not in (None, 1):
+            raise ValueError(
+                f"ring_degree {requested} has no meaning with seq_algo {cls.name}: leave it out or choose usp_attn"
+            )
+        return 1
 
     @classmethod
     def check_kernel_name(cls, name: str) -> None:

@@ -28,16 +28,6 @@ def _flag(default: Any, help: str, *, least: float | None = None, **options: Any
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _mode(name: str) -> str:
-    """Refuse the original's fifth mode, with what to take in its place."""
-    if name == "usp_attn":
-        raise argparse.ArgumentTypeError(
-            "usp_attn (rings of all-to-all groups) is not here yet: use ulysses_attn where the processes divide the "
-            "query heads and the links are fast, else zigzag_ring_attn"
-        )
-    return name
-
-
 @dataclass
 class Arguments:
     """The settings of a run. Each field is the flag of its name, with dashes."""
@@ -77,9 +67,11 @@ class Arguments:
     seed: int = _flag(42, "seed of the order of the rows and of dropout")
 
     # Parallelism, speed and memory.
-    parallel_mode: str = _flag("zigzag_ring_attn", "how a row is split over processes", type=_mode, choices=MODES)
-    ring_degree: int = _flag(
-        1, "processes in a ring of usp_attn, which is not here yet; the other modes ignore it", least=1
+    parallel_mode: str = _flag("zigzag_ring_attn", "how a row is split over processes", choices=MODES)
+    ring_degree: int | None = _flag(
+        None,
+        "processes in a ring of usp_attn; by default the smallest number that keeps all-to-all inside a node and lets "
+        "it divide the query heads",
     )
     sequence_parallel_size: int | None = _flag(
         None, "processes that share a row; all of them if not given (data_parallel: 1)"
@@ -91,7 +83,7 @@ class Arguments:
     )
     attn_engine: str = _flag(
         "easy_context",
-        "who computes the split attention; library: ring-flash-attn or yunchang on flash-attn, to compare with",
+        "who computes the split attention; library: ring-flash-attn, yunchang or both on flash-attn, to compare with",
         choices=ENGINES,
     )
     memory_plan: str = _flag(

@@ -153,6 +153,7 @@ def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
         config,
         mode=args.parallel_mode,
         engine=args.attn_engine,
+        ring_degree=args.ring_degree,
         kernel=args.attn_kernel,
         size=size,
         seq_length=args.seq_length,

@@ -127,7 +127,10 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def patched(mode: str, family: str = "llama", **options):
-    """The mode applied inside the block, and removed after it whatever happens."""
+    """The mode applied inside the block, and removed after it whatever happens; usp_attn with rings of two."""
+    if mode == "usp_attn" and dist.is_initialized():
+        ranks = options.get("sequence_parallel_size") or dist.get_world_size()
+        options.setdefault("ring_degree", 2 if ranks % 2 == 0 else 1)
     mesh = easy_context.apply_seq_parallel_monkey_patch(mode, family, **options)
     try:
         yield mesh

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from family_models import family_model, patched, random_rows, sharded_step
 from plain_attention import attention_with_gradients, random_inputs, relative_error
 from test_gpu_modes import LAYOUTS, run_on_gpus
-from test_modes import CAUSAL, Case, errors_of_mode, kernel_limit, random_cases
+from test_modes import CAUSAL, Case, errors_of_mode, kernel_limit, random_cases, rings, splitting
 from transformers import LlamaConfig
 
 from benchmarks.flash_attn_shim import ensure_flash_attn
@@ -18,7 +18,7 @@ from easy_context.modes import ENGINES, MODES, build_mode, find_mode
 from easy_context.training import arguments
 from easy_context.training import checks as argument_checks
 
-LIBRARY_MODES = ("zigzag_ring_attn", "ulysses_attn")
+LIBRARY_MODES = ("zigzag_ring_attn", "ulysses_attn", "usp_attn")
 NAMES = ("out", "dq", "dk", "dv")
 LIBRARIES = ("flash_attn", "ring_flash_attn", "yunchang")
 
@@ -38,7 +38,8 @@ def flash_attn_stand_in():
 
 def run_engine(engine: str, whole: list[torch.Tensor], case: Case) -> tuple[torch.Tensor, ...]:
     """This rank's shards of out, dq, dk, dv."""
-    mode = build_mode(case.mode, CurrentMesh(), engine)
+    mesh = CurrentMesh(ring_degree=lambda size: case.ring_degree or rings(case.mode, size))
+    mode = build_mode(case.mode, mesh, engine)
     q, k, v, dout = (mode.shard(x).contiguous() for x in whole)
     before = [x.clone() for x in (q, k, v, dout)]
     kernel = mode.select_kernel("auto" if engine == "library" else case.kernel, q.device, case.dtype, case.dim)
@@ -59,7 +60,7 @@ def run_both(rank: int, size: int, cases: list[Case]) -> list[dict[str, tuple[to
 
 def differences(case: Case, shards: dict[str, list[tuple[torch.Tensor, ...]]]) -> dict[str, float]:
     """Relative norm of the library's results minus ours, over the whole row."""
-    unshard = build_mode(case.mode, Mesh(sequence_size=len(shards["library"]))).unshard
+    unshard = splitting(case.mode, len(shards["library"]), ring_degree=case.ring_degree).unshard
     library, ours = (
         [unshard(list(parts)) for parts in zip(*shards[engine], strict=True)] for engine in ("library", "easy_context")
     )
@@ -84,8 +85,13 @@ def compare(pool, cases: list[Case], size: int, limits) -> None:
 @pytest.mark.parametrize("name", LIBRARY_MODES)
 def test_the_library_agrees_with_ours_and_with_float64(pool, name, size):
     """Equal, grouped and single KV heads. ring-flash-attn sums in float32, and takes it for no input."""
-    dtype = torch.float64 if name == "zigzag_ring_attn" else torch.float32
+    dtype = torch.float32 if name == "ulysses_attn" else torch.float64
     compare(pool, random_cases(name, size, dtype, seed=700 + size), size, lambda case: dict.fromkeys(NAMES, 1e-5))
+
+
+def test_both_libraries_together_agree_on_a_grid(pool):
+    cases = random_cases("usp_attn", 4, torch.float64, seed=750, ring_degree=2)
+    compare(pool, cases, 4, lambda case: dict.fromkeys(NAMES, 1e-5))
 
 
 @pytest.mark.parametrize("size", (2, 3))
@@ -117,7 +123,7 @@ def steps_of_both(rank: int, size: int, mode: str, dtype: torch.dtype) -> list[t
 
 @pytest.mark.parametrize("name", LIBRARY_MODES)
 def test_a_patched_model_learns_the_same(pool, name):
-    dtype = torch.float64 if name == "zigzag_ring_attn" else torch.float32
+    dtype = torch.float32 if name == "ulysses_attn" else torch.float64
     for (loss, gradients), (library_loss, library_gradients) in pool.run(steps_of_both, 2, name, dtype):
         assert library_loss == pytest.approx(loss, rel=1e-6)
         assert gradients.keys() == library_gradients.keys()
@@ -133,7 +139,12 @@ def test_the_flag_takes_our_engine_by_default():
     "engine, mode, kernel, fragments",
     [
         ("ring", "zigzag_ring_attn", "auto", ["attn_engine 'ring'", "easy_context, library"]),
-        ("library", "dist_flash_attn", "auto", ["seq_algo dist_flash_attn", "zigzag_ring_attn or ulysses_attn"]),
+        (
+            "library",
+            "dist_flash_attn",
+            "auto",
+            ["seq_algo dist_flash_attn", "ulysses_attn or usp_attn"],
+        ),
         ("library", "data_parallel", "auto", ["seq_algo data_parallel", "attn_engine easy_context"]),
         ("library", "ulysses_attn", "cudnn", ["attn_kernel cudnn", "auto or flash_attn"]),
     ],

@@ -20,9 +20,15 @@ CAUSAL = AttentionMask(causal=True)
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
 
 
-def splitting(name: str, size: int, rank: int = 0) -> ParallelMode:
+def rings(name: str, size: int) -> int:
+    """The ring degree at which tests of all modes run: rings of two in usp_attn where there can be, else 1."""
+    return 2 if name == "usp_attn" and size % 2 == 0 else 1
+
+
+def splitting(name: str, size: int, rank: int = 0, ring_degree: int | None = None) -> ParallelMode:
     """A mode that can only split rows, over `size` ranks as `rank` sees them."""
-    return build_mode(name, Mesh(sequence_rank=rank, sequence_size=size))
+    ring_degree = ring_degree or rings(name, size)
+    return build_mode(name, Mesh(sequence_rank=rank, sequence_size=size, ring_degree=ring_degree))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Case:
     seed: int
     kernel: str = "cpu"
     lse_gap: float = 0.0
+    ring_degree: int | None = None  # None: as `rings` says
 
     @property
     def scale(self) -> float:
@@ -58,10 +65,18 @@ class Case:
         return tensors
 
 
-def head_counts(rng: random.Random, layout: str, name: str, world_size: int) -> tuple[int, int]:
+def current_mode(case: Case) -> ParallelMode:
+    """The mode over all processes of the process group."""
+    return build_mode(case.mode, CurrentMesh(ring_degree=lambda size: case.ring_degree or rings(case.mode, size)))
+
+
+def head_counts(
+    rng: random.Random, layout: str, name: str, world_size: int, ring_degree: int | None = None
+) -> tuple[int, int]:
     """(heads, kv_heads) of a layout; modes with an all-to-all need heads that the ranks can share."""
     kv_heads = {"equal": rng.randint(1, 3), "grouped": rng.randint(2, 4), "single": 1}[layout]
-    shared = world_size if name == "ulysses_attn" else 1
+    in_all_to_all = {"ulysses_attn": world_size, "usp_attn": world_size // (ring_degree or rings(name, world_size))}
+    shared = in_all_to_all.get(name, 1)
     if layout == "equal":
         return kv_heads * shared, kv_heads * shared
     heads = math.lcm(kv_heads, shared) * rng.randint(1, 2)
@@ -69,7 +84,12 @@ def head_counts(rng: random.Random, layout: str, name: str, world_size: int) -> 
 
 
 def random_cases(
-    name: str, world_size: int, dtype: torch.dtype, seed: int, lengths: tuple[int, int] = (1, 96)
+    name: str,
+    world_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    lengths: tuple[int, int] = (1, 96),
+    ring_degree: int | None = None,
 ) -> list[Case]:
     """Batch 1 and 2 for equal, grouped and single KV heads, at random lengths and head sizes."""
     rng, cases = random.Random(seed), []
@@ -77,15 +97,16 @@ def random_cases(
         for batch in (1, 2):
             multiple = splitting(name, world_size).multiple_of
             length = multiple * rng.randint(-(-lengths[0] // multiple), max(1, lengths[1] // multiple))
-            heads, kv_heads = head_counts(rng, layout, name, world_size)
+            heads, kv_heads = head_counts(rng, layout, name, world_size, ring_degree)
             dim = rng.choice([8, 16, 32])
-            cases.append(Case(name, batch, length, heads, kv_heads, dim, dtype, rng.randrange(10**6)))
+            shape = (batch, length, heads, kv_heads, dim, dtype)
+            cases.append(Case(name, *shape, rng.randrange(10**6), ring_degree=ring_degree))
     return cases
 
 
 def run_case(case: Case) -> tuple[torch.Tensor, ...]:
     """This rank's shards of out, dq, dk, dv."""
-    mode = build_mode(case.mode, CurrentMesh())
+    mode = current_mode(case)
     kernel = select_kernel(case.kernel, torch.device("cpu"), case.dtype, case.dim)
     q, k, v, dout = (mode.shard(x).contiguous() for x in case.inputs())
     before = [x.clone() for x in (q, k, v, dout)]
@@ -110,7 +131,7 @@ def errors_of_mode(case: Case, shards: list[tuple[torch.Tensor, ...]]) -> dict[s
     """Relative norm against float64 of what the ranks hold together."""
     q, k, v, dout = case.inputs()
     expected = attention_with_gradients(q, k, v, dout, case.scale)
-    mode = splitting(case.mode, len(shards))
+    mode = splitting(case.mode, len(shards), ring_degree=case.ring_degree)
     names = ("out", "dq", "dk", "dv")
     whole = {what: mode.unshard([shard[i] for shard in shards]) for i, what in enumerate(names)}
     return {what: relative_error(value, getattr(expected, what)) for what, value in whole.items()}
@@ -160,6 +181,16 @@ def test_bfloat16_is_as_exact_as_the_kernel(pool, name, world_size):
     check(pool, cases, world_size, kernel_limit)
 
 
+@pytest.mark.parametrize("ulysses,ring", [(2, 2), (4, 1), (1, 4), (2, 4), (4, 2)])
+def test_usp_matches_float64_at_every_grid(pool, ulysses, ring):
+    """Among the heads: one key head, fewer than any Ulysses group has ranks."""
+    size = ulysses * ring
+    cases = random_cases("usp_attn", size, torch.float32, seed=500 + size, ring_degree=ring)
+    check(pool, cases, size, fixed_limit(1e-5))
+    cases = random_cases("usp_attn", size, torch.bfloat16, 600 + size, lengths=(128, 256), ring_degree=ring)
+    check(pool, cases, size, kernel_limit)
+
+
 @pytest.mark.parametrize("world_size", (2, 3, 4, 8))
 @pytest.mark.parametrize("name", SPLITTING_MODES)
 def test_blocks_whose_lse_lie_far_apart_merge(pool, name, world_size):
@@ -187,7 +218,8 @@ def test_one_process_without_a_group(name):
 
 def refuse_other_masks(rank: int, world_size: int) -> None:
     for name in SPLITTING_MODES:
-        mode, x = build_mode(name, CurrentMesh()), torch.zeros(1, 4, 2, 8)
+        mode = build_mode(name, CurrentMesh(ring_degree=lambda size, name=name: rings(name, size)))
+        x = torch.zeros(1, 4, 2, 8)
         settings = {"scale": 1.0, "kernel": select_kernel("reference", x.device, x.dtype, 8)}
         for mask in (AttentionMask(window=3), AttentionMask(causal=False)):
             with pytest.raises(ValueError, match=f"{name} splits the row.*use data_parallel"):
@@ -249,6 +281,55 @@ def test_zigzag_gives_an_early_and_a_late_chunk():
     assert splitting("zigzag_ring_attn", 4).chunk_indices(1) == [1, 6]
     assert splitting("dist_flash_attn", 3).chunk_indices(1) == [1]
     assert splitting("dist_flash_attn", 4).chunk_indices(1) == [2, 3]  # halves of a shard, for the shared step
+
+
+@pytest.mark.parametrize("ulysses,ring", [(2, 2), (4, 1), (1, 4), (2, 4), (4, 2), (3, 2), (3, 1)])
+def test_usp_splits_a_row_as_yunchang_does(ulysses, ring):
+    """A zigzag over the rings, whose shares are cut evenly over the ranks of each Ulysses group."""
+    whole = torch.arange(6 * ulysses * ring)[None]
+    chunks = whole.chunk(2 * ring, dim=1)
+    for rank in range(ulysses * ring):
+        place = rank // ulysses
+        of_group = torch.cat((chunks[place], chunks[2 * ring - 1 - place]), dim=1)
+        expected = of_group.chunk(ulysses, dim=1)[rank % ulysses]
+        assert torch.equal(splitting("usp_attn", ulysses * ring, rank, ring).shard(whole), expected)
+
+
+@pytest.mark.parametrize(
+    "size,ranks_of_node,heads,ring",
+    [
+        (8, None, None, 1),  # one node: all-to-all over all ranks
+        (8, None, 12, 2),  # 4 is the largest number of ranks that shares 12 heads
+        (8, 8, 9, 8),
+        (16, 8, 32, 2),  # two nodes: all-to-all inside each
+        (16, 8, 12, 4),
+        (4, 8, 32, 1),  # half a node
+        (12, 8, 24, 3),  # one and a half: Ulysses groups of 4 never cross nodes
+    ],
+)
+def test_usp_keeps_all_to_all_inside_a_node_and_divides_the_heads(monkeypatch, size, ranks_of_node, heads, ring):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks_of_node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
+    assert find_mode("usp_attn").ring_degree(None, size, heads) == ring
+
+
+def test_a_ring_degree_that_cannot_be_honoured_is_refused():
+    assert find_mode("usp_attn").ring_degree(4, 8) == 4
+    for requested in (3, 0, 16):
+        with pytest.raises(ValueError, match=f"ring_degree {requested} must divide the 8 ranks"):
+            find_mode("usp_attn").ring_degree(requested, 8)
+    for name in MODES:
+        assert find_mode(name).ring_degree(1, 8, 32) in (1, 8)
+        if name != "usp_attn":
+            with pytest.raises(ValueError, match=f"ring_degree 2 has no meaning with seq_algo {name}"):
+                find_mode(name).ring_degree(2, 8)
+
+
+def test_usp_names_the_ring_degree_for_heads_it_cannot_share():
+    with pytest.raises(ValueError, match="cannot split 6 query heads over the 4 ranks.*ring_degree 4"):
+        splitting("usp_attn", 8, ring_degree=2).check(llama(6, 2), 64)
+    splitting("usp_attn", 8, ring_degree=4).check(llama(6, 2), 64)
 
 
 def llama(heads: int, kv_heads: int) -> LlamaConfig:

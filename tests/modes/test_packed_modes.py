@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from packed_rows import Starts, documents_apart, packed_mask, random_starts
 from plain_attention import relative_error
-from test_modes import WORLD_SIZES, Case, head_counts, splitting
+from test_modes import WORLD_SIZES, Case, current_mode, head_counts, splitting
 
 from easy_context.kernels import select_kernel
 from easy_context.kernels.reference import ReferenceKernel
-from easy_context.mesh import CurrentMesh
-from easy_context.modes import MODES, build_mode, find_mode
+from easy_context.modes import MODES, find_mode
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -61,7 +60,7 @@ def special_cases(name: str, world_size: int) -> list[Case]:
 
 def run_packed(case: PackedCase, kernel=None) -> tuple[torch.Tensor, ...]:
     """This rank's shards of out, dq, dk, dv."""
-    mode = build_mode(case.mode, CurrentMesh())
+    mode = current_mode(case)
     kernel = kernel or select_kernel(case.kernel, torch.device("cpu"), case.dtype, case.dim, documents=True)
     q, k, v, dout = (mode.shard(x).contiguous() for x in case.inputs())
     settings = {"scale": case.scale, "mask": packed_mask(case.starts, case.length), "kernel": kernel}

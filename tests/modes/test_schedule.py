@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from test_modes import rings, splitting
 
 from easy_context.kernels import AttentionMask
-from easy_context.mesh import CurrentMesh, Mesh
+from easy_context.mesh import CurrentMesh
 from easy_context.modes import MODES, build_mode
 
 BALANCED_MODES = tuple(name for name in MODES if name != "data_parallel")
@@ -40,7 +41,8 @@ class CountingKernel:
 
 def count_work(rank: int, world_size: int, name: str, length: int, heads: int):
     """(forward calls, backward calls): the work of each call in units of one rank's full block of all heads."""
-    mode, kernel = build_mode(name, CurrentMesh()), CountingKernel()
+    mode = build_mode(name, CurrentMesh(ring_degree=lambda size: rings(name, size)))
+    kernel = CountingKernel()
     q, k, v, dout = (mode.shard(torch.zeros(1, length, heads, 4)).contiguous() for _ in range(4))
     settings = {"scale": 0.5, "mask": AttentionMask(), "kernel": kernel}
     out, residuals = mode.forward(q, k, v, **settings)
@@ -53,7 +55,7 @@ def count_work(rank: int, world_size: int, name: str, length: int, heads: int):
 @pytest.mark.parametrize("name", BALANCED_MODES)
 def test_every_rank_does_the_same_work(pool, name, world_size):
     """A causal square of W x W blocks holds W * W / 2 of work: W / 2 for each rank, and no rank more."""
-    length = 12 * build_mode(name, Mesh(sequence_size=world_size)).multiple_of
+    length = 12 * splitting(name, world_size).multiple_of
     counts = pool.run(count_work, world_size, name, length, world_size)
     for direction in (0, 1):
         totals = [sum(count[direction]) for count in counts]

@@ -196,7 +196,7 @@ def test_attention_of_lone_ranks(tmp_path):
         assert row["of_limit"] == pytest.approx(single["total_ms"] / size / row["total_ms"])
 
 
-@pytest.mark.parametrize("mode", ["zigzag_ring_attn", "dist_flash_attn", "ulysses_attn"])
+@pytest.mark.parametrize("mode", attention.OUR_MODES)
 @pytest.mark.parametrize("rank,size", [(0, 2), (1, 2), (2, 4)])
 def test_a_lone_rank_computes_what_it_does_among_others(mode, rank, size):
     """Calls of the kernel and their shapes; that they are right among others is tested in test_modes.py."""
@@ -212,7 +212,8 @@ def test_a_lone_rank_computes_what_it_does_among_others(mode, rank, size):
             pairs.append(q.shape[1] * k.shape[1] * q.shape[2] // (2 if mask.causal else 1))
             return super().forward(q, k, v, scale, mask)
 
-    settings = AttentionSettings(build_mode(mode, CurrentMesh()), Counting(), 1.0, AttentionMask(causal=True))
+    whole_mode = build_mode(mode, CurrentMesh(ring_degree=loopback.usp_ring_degree))
+    settings = AttentionSettings(whole_mode, Counting(), 1.0, AttentionMask(causal=True))
     method = loopback.alone(settings, rank, size)
     q, k, v = (method.shard(torch.randn(1, 480, 4, 8)).requires_grad_() for _ in range(3))
     with method.session():

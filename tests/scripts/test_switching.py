@@ -29,6 +29,7 @@ PLOT = "OUT/debug.csv --xmax 550000 --ymax 2 --ymin 1.5"
 LINES = [
     *((parse_train, f"{TRAIN} {mode}") for mode in ("data_parallel", "zigzag_ring_attn", "dist_flash_attn")),
     (parse_train, f"{TRAIN} ulysses_attn --ring_degree 1"),
+    (parse_train, f"{TRAIN} usp_attn --ring_degree 2"),
     (eval_ppl.parse_arguments, PERPLEXITY),
     (eval_ppl.parse_arguments, TEXT),
     (eval_ppl.parse_arguments, f"{TEXT} --save-tokenized OUT/tokens --dataset-min-tokens 500"),

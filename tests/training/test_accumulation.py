@@ -14,7 +14,9 @@ from easy_context.modes import MODES, build_mode
 from easy_context.modes.base import accumulator
 
 SPLITTING_MODES = tuple(name for name in MODES if name != "data_parallel")
-HEADS, KV_HEADS, DIM = 12, 1, 8  # one key head: ulysses_attn repeats it and sums the copies' gradients
+HEADS, DIM = 12, 8
+KV_HEADS = {name: 1 for name in SPLITTING_MODES}  # ulysses_attn repeats it and sums the copies' gradients
+KV_HEADS["usp_attn"] = 6  # no copies: the ring rounds their gradients, as a kernel does, before they are summed
 
 
 class BlocksOfRandomNumbers:
@@ -40,10 +42,12 @@ class BlocksOfRandomNumbers:
 
 def results_in_both_dtypes(rank: int, world_size: int, name: str) -> list[tuple[torch.Tensor, ...]]:
     """(out, lse, dq, dk, dv) of this rank in bfloat16 and in float64."""
-    mode, results = build_mode(name, CurrentMesh()), []
+    mode = build_mode(name, CurrentMesh(ring_degree=lambda size: 2 if name == "usp_attn" and size % 2 == 0 else 1))
+    results = []
     for dtype in (torch.bfloat16, torch.float64):
         tokens = 2 * mode.multiple_of
-        q, k, v = (torch.zeros(1, tokens, heads, DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        kv_heads = KV_HEADS[name]
+        q, k, v = (torch.zeros(1, tokens, heads, DIM, dtype=dtype) for heads in (HEADS, kv_heads, kv_heads))
         settings = {"scale": 1.0, "mask": AttentionMask()}
         out, (lse,) = mode.forward(q, k, v, kernel=BlocksOfRandomNumbers(rank, dtype), **settings)
         # out and lse are not read by the stand-in; the same ones for both dtypes.

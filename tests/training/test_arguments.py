@@ -313,20 +313,19 @@ def test_the_beginning_of_a_flag_is_not_taken_for_it(words, capsys):
     assert f"unrecognized arguments: {' '.join(words)}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", arguments.MODES)
-def test_every_mode_takes_a_ring_degree(assets, mode):
-    assert parse_arguments([]).ring_degree == 1
-    assert find_problems(assets, "--parallel_mode", mode, "--ring_degree", "2") == []
-    (problem,) = find_problems(assets, "--parallel_mode", mode, "--ring-degree", "0")
-    assert problem == "--ring-degree 0 must be a finite number, at least 1"
-
-
-def test_the_originals_fifth_mode_says_what_to_take_in_its_place(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--parallel_mode", "usp_attn", "--ring_degree", "2"])
-    message = capsys.readouterr().err
-    assert "--parallel-mode: usp_attn (rings of all-to-all groups) is not here yet: use" in message
-    assert "ulysses_attn" in message and "zigzag_ring_attn" in message
+def test_a_ring_degree_is_for_usp_attn(assets):
+    """The original's default, 1, is taken by every mode."""
+    for mode in arguments.MODES:
+        assert find_problems(assets, "--parallel_mode", mode, "--ring_degree", "1") == []
+    usp = ["--parallel_mode", "usp_attn", "--ring_degree"]
+    assert find_problems(assets, *usp, "2", world_size=4) == []
+    (problem,) = find_problems(assets, *usp, "3", world_size=4)
+    assert problem == "--ring_degree 3 must divide the 4 ranks that share a row: choose a divisor of 4"
+    (problem,) = find_problems(assets, *usp, "1", world_size=4)
+    assert problem.startswith("--parallel_mode usp_attn cannot split 6 query heads over the 4 ranks")
+    assert find_problems(assets, *usp[:-1], world_size=4) == []  # the choice of ring_degree sees the heads
+    (problem,) = find_problems(assets, "--parallel_mode", "dist_flash_attn", "--ring-degree", "2")
+    assert problem.startswith("--ring_degree 2 has no meaning with --parallel_mode dist_flash_attn")
 
 
 def test_a_launch_without_a_launcher_is_named(monkeypatch):

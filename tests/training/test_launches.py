@@ -32,6 +32,7 @@ RUNS = {
     "zigzag_ring_attn-4": (4, ["--gradient-accumulate-every", "2", "--batch-size", "2", *TILED]),
     "dist_flash_attn-2": (2, ["--gradient-accumulate-every", "4", "--keep-attention", "cpu"]),
     "ulysses_attn-2": (2, ["--gradient-accumulate-every", "4"]),
+    "usp_attn-4": (4, ["--gradient-accumulate-every", "4", "--ring_degree", "2"]),
     "data_parallel-2": (2, ["--gradient-accumulate-every", "2", *KEPT]),
     "data_parallel-2-torchrun": (2, ["--gradient-accumulate-every", "2", "--memory-plan", "input,nothing"]),
     "zigzag_ring_attn-4-in-two-groups": (4, ["--gradient-accumulate-every", "2", "--sequence-parallel-size", "2"]),

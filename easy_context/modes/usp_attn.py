@@ -1,0 +1,101 @@
+"""USP: Ulysses inside, a zigzag ring outside (arXiv 2405.07719).
+
+The ranks that share a row form `ring_degree` Ulysses groups of consecutive ranks, and rings of the ranks that have the
+same place in their groups. Each Ulysses group holds what one rank of zigzag_ring_attn would hold, spread evenly over
+its ranks. An all-to-all inside the group gives each of them all of it for some of the heads; the rings do the rest. So
+the all-to-all can stay inside a node, and only the ring, which hides behind computation, crosses nodes.
+"""
+
+import logging
+import math
+import os
+
+from .base import ParallelMode
+from .ulysses_attn import UlyssesAttention
+from .zigzag_ring_attn import ZigzagRingAttention
+
+logger = logging.getLogger(__name__)
+
+
+class UspAttention(ParallelMode):
+    """Needs query heads divisible by the size of a Ulysses group, which is the number of ranks / ring_degree."""
+
+    name = "usp_attn"
+    ring_class: type[ZigzagRingAttention] = ZigzagRingAttention
+    ulysses_class: type[UlyssesAttention] = UlyssesAttention
+
+    def __init__(self, ranks, ring, ulysses) -> None:
+        """`ranks` share a row; `ring` and `ulysses` are those of them that this rank works with in either way."""
+        super().__init__(ranks)
+        self._ring = self.ring_class(ring)
+        self._ulysses = self.ulysses_class(ulysses)
+
+    @classmethod
+    def over(cls, mesh):
+        return cls(mesh.sequence, mesh.ring, mesh.ulysses)
+
+    def make_groups(self):
+        ring, ulysses = self._ring.ranks.size, self._ulysses.ranks.size
+        logger.info("usp_attn: all-to-all over %d ranks inside, a ring of %d outside", ulysses, ring)
+        super().make_groups()
+        for part in (self._ring, self._ulysses):
+            if part.ranks.size > 1:
+                part.make_groups()
+
+    @classmethod
+    def ring_degree(cls, requested, size, heads=None):
+        """Without a request, make Ulysses groups as large as a node and the heads allow."""
+        if requested is None:
+            ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+            return size // math.gcd(size, ranks_of_node, heads or 0)
+        if requested < 1 or size % requested:
+            raise ValueError(
+                f"ring_degree {requested} must divide the {size} ranks that share a row: choose a divisor of {size}"
+            )
+        return requested
+
+    def check(self, config, seq_length):
+        super().check(config, seq_length)
+        self._check_query_heads(config.num_attention_heads)
+
+    @property
+    def multiple_of(self):
+        return 2 * self.ranks.size
+
+    def chunk_indices(self, rank):
+        """Cut each chunk of the ring into as many as a Ulysses group has ranks, and give each rank two in a row."""
+        size = self._ulysses.ranks.size
+        of_group = [size * chunk + i for chunk in self._ring.chunk_indices(rank // size) for i in range(size)]
+        first = 2 * (rank % size)
+        return of_group[first : first + 2]
+
+    def _forward(self, q, k, v, scale, mask, kernel):
+        self._check_query_heads(q.shape[2])
+        return self._ulysses.forward(q, k, v, scale=scale, mask=mask, kernel=_RingKernel(self._ring, kernel))
+
+    def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
+        ring = _RingKernel(self._ring, kernel)
+        return self._ulysses.backward(dout, q, k, v, out, (lse,), scale=scale, mask=mask, kernel=ring)
+
+    def _check_query_heads(self, heads: int) -> None:
+        size, group = self.ranks.size, self._ulysses.ranks.size
+        if heads % group:
+            raise ValueError(
+                f"seq_algo usp_attn cannot split {heads} query heads over the {group} ranks of an all-to-all: use "
+                f"ring_degree {size // math.gcd(size, heads)}, which leaves {math.gcd(size, heads)}"
+            )
+
+
+class _RingKernel:
+    """The ring in the role of the kernel that Ulysses calls on some of the heads."""
+
+    def __init__(self, ring: ZigzagRingAttention, kernel) -> None:
+        self._ring = ring
+        self._kernel = kernel
+
+    def forward(self, q, k, v, scale, mask):
+        out, (lse,) = self._ring.forward(q, k, v, scale=scale, mask=mask, kernel=self._kernel)
+        return out, lse
+
+    def backward(self, dout, q, k, v, out, lse, scale, mask):
+        return self._ring.backward(dout, q, k, v, out, (lse,), scale=scale, mask=mask, kernel=self._kernel)
