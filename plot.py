@@ -1,4 +1,4 @@
-"""Draws the results of the other scripts.
+"""Draw the results of the other scripts.
 
 python plot.py perplexity before.csv after.csv --output perplexity.png
 python plot.py needle output/needle/MODEL/cells.jsonl --output needle.png
@@ -13,29 +13,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from easy_context.common.flags import FlagParser, refusals
+from easy_context.common.flags import FlagParser, number, refusals, whole_number
 from easy_context.evaluation import plots, results
 from easy_context.evaluation.axes import Limits
 
-KINDS = ("perplexity", "needle", "loss")
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, checked."""
-    args = build_parser().parse_args(arguments)
-    named = args.files[0] in KINDS
-    args.kind = args.files.pop(0) if named else KINDS[0]
-    args.files = [Path(file) for file in args.files]
-    if not args.files:
-        raise ValueError(f"{args.kind}: name the files to draw after it")
-    for file in args.files:
-        if not file.is_file():
-            hint = "" if named else f" (and no kind of result: {', '.join(KINDS)})"
-            raise FileNotFoundError(f"{file}: no such file{hint}")
-    args.limits = Limits(args.xmin, args.xmax, args.ymin, args.ymax)
-    check_kind(args)
-    check_outputs(args)
-    return args
+LIMITS = ("xmin", "xmax", "ymin", "ymax")
+# Kind of picture -> flags that it cannot honour.
+KINDS = {"perplexity": (), "needle": ("labels", "trained_length", *LIMITS), "loss": ("trained_length",)}
 
 
 def build_parser() -> FlagParser:
@@ -55,54 +39,62 @@ def build_parser() -> FlagParser:
         "--output",
         "-o",
         type=Path,
-        help="the picture (.png, .pdf, .svg), or a folder for it; default: the first file's name with .png; needle "
-        "draws one picture a file",
+        help="picture (.png, .pdf, .svg), or folder for it; default: the first file's name with .png; needle draws one "
+        "picture a file",
     )
     parser.add_argument("--labels", nargs="+", help="names of the curves, in order")
-    parser.add_argument("--title", default="", help="above the picture; default: what it shows")
+    parser.add_argument("--title", default="", help="title above the picture; default: what it shows")
     parser.add_argument(
         "--trained-length",
-        type=int,
+        type=whole_number(1),
         nargs="+",
         metavar="TOKENS",
         help="perplexity: tokens of the rows that the models were trained on, one for all curves or one for each in "
         "order; default: as the CSV has it",
     )
-    for name, what in (("x", "context length or step"), ("y", "perplexity or loss")):
-        for end, side in (("min", "smallest"), ("max", "largest")):
-            parser.add_argument(f"--{name}{end}", type=float, help=f"{side} {what} shown; default: fits the data")
+    for name in LIMITS:
+        what = "context length or step" if name[0] == "x" else "perplexity or loss"
+        side = "smallest" if name.endswith("min") else "largest"
+        parser.add_argument(f"--{name}", type=number(), help=f"{side} {what} shown; default: fits the data")
     return parser
 
 
-def check_kind(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that the kind of picture cannot honour."""
-    if args.kind == "needle" and args.labels:
-        raise ValueError("--labels name curves, and needle draws none; give --title")
-    if args.kind == "needle" and args.limits != plots.NO_LIMITS:
-        raise ValueError("--xmin, --xmax, --ymin and --ymax are for curves, and needle draws none; leave them out")
-    if args.trained_length and args.kind != "perplexity":
-        raise ValueError(f"--trained-length is for perplexity, and {args.kind} does not mark it; leave it out")
-    if args.trained_length and min(args.trained_length) < 1:
-        raise ValueError(f"--trained-length {min(args.trained_length)}: give at least 1")
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the flags, with the `kind` of picture, the `limits` of its axes, and its `outputs`.
 
-
-def check_outputs(args: argparse.Namespace) -> None:
-    """Find the names of the pictures; raise ValueError for files or pictures that are in each other's way."""
-    repeated = [file for i, file in enumerate(args.files) if file.resolve() in [f.resolve() for f in args.files[:i]]]
-    if repeated:
-        raise ValueError(f"{repeated[0]} is given twice; leave one out")
-    args.outputs = [output_of(file, args.output) for file in (args.files if args.kind == "needle" else args.files[:1])]
-    for i, output in enumerate(args.outputs):
-        if output in args.outputs[:i]:
-            raise ValueError(
-                f"needle draws one picture a file, and two of them would be {output}; draw them one by one"
-            )
+    Raises:
+        ValueError: a flag that this kind of picture cannot honour, or files that are in each other's way.
+        FileNotFoundError: a file does not exist.
+    """
+    args = build_parser().parse_args(arguments)
+    named = args.files[0] in KINDS
+    args.kind = args.files.pop(0) if named else "perplexity"
+    args.files = [Path(file) for file in args.files]
+    if not args.files:
+        raise ValueError(f"{args.kind}: name the files to draw after it")
+    for place, file in enumerate(args.files):
+        if not file.is_file():
+            hint = "" if named else f" (and no kind of result: {', '.join(KINDS)})"
+            raise FileNotFoundError(f"{file}: no such file{hint}")
+        if file.resolve() in [earlier.resolve() for earlier in args.files[:place]]:
+            raise ValueError(f"{file} is given twice; leave one out")
+    for name in KINDS[args.kind]:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not for {args.kind}; leave it out")
+    args.limits = Limits(*(getattr(args, name) for name in LIMITS))
+    args.outputs = [picture_of(file, args.output) for file in args.files]
+    if args.kind != "needle":
+        args.outputs = args.outputs[:1]
+    for place, output in enumerate(args.outputs):
+        if output in args.outputs[:place]:
+            raise ValueError(f"needle draws one picture a file, and two would be {output}; draw them one by one")
         if output.resolve() in [file.resolve() for file in args.files]:
             raise ValueError(f"--output {output} would replace what is drawn; name another file")
+    return args
 
 
-def output_of(file: Path, output: Path | None) -> Path:
-    """Where the picture of `file` goes, with its ending.
+def picture_of(file: Path, output: Path | None) -> Path:
+    """Return where the picture of `file` goes, with its ending.
 
     Args:
         file: what is drawn.
@@ -122,45 +114,23 @@ def output_of(file: Path, output: Path | None) -> Path:
     return output
 
 
-def labelled(names: list[str], labels: list[str] | None) -> list[str]:
-    """The labels, or if there are none the last part of each name, with more of it where that is not unique."""
-    if labels is not None:
-        if len(labels) != len(names):
-            raise ValueError(f"--labels: {len(labels)} for {len(names)} curves ({', '.join(names)})")
-        return labels
-    if len(set(names)) != len(names):
+def labels_of(names: list[str], labels: list[str] | None) -> list[str]:
+    """Return the labels of curves: those of the flag, or names made short.
+
+    Raises:
+        ValueError: another number of labels than curves, or curves of one name.
+    """
+    if labels is not None and len(labels) != len(names):
+        raise ValueError(f"--labels: {len(labels)} for {len(names)} curves ({', '.join(names)})")
+    if labels is None and len(set(names)) != len(names):
         raise ValueError(
             f"{len(names)} curves are called {', '.join(sorted(set(names)))}; tell them apart with --labels"
         )
-    short = [Path(name).name for name in names]
-    return short if len(set(short)) == len(short) else names
+    return labels or plots.short_names(names)
 
 
-def draw(args: argparse.Namespace) -> None:
-    """Reads the files and draws: all in one picture, but needle results one by one."""
-    output = args.outputs[0]
-    if args.kind == "perplexity":
-        plots.draw_perplexity(perplexity_curves(args), output, args.title, args.limits)
-    elif args.kind == "loss":
-        folders = [str(file.parent) for file in args.files]
-        unique = len(set(folders)) == len(folders)
-        labels = labelled(folders if unique else [str(file) for file in args.files], args.labels)
-        runs = [(label, results.read_metrics(file)) for label, file in zip(labels, args.files, strict=True)]
-        plots.draw_loss(runs, output, args.title, args.limits)
-    else:
-        read = [results.read_cells(file) for file in args.files]
-        for file, (_, cells) in zip(args.files, read, strict=True):
-            tasks = sorted({cell["task"] for cell in cells})
-            if len(tasks) > 1:
-                raise ValueError(
-                    f"{file} holds {', '.join(tasks)}; draw one task at a time (eval_needle.py draws each)"
-                )
-        for (model, cells), output in zip(read, args.outputs, strict=True):
-            plots.draw_needle(cells, output, args.title or plots.needle_title(cells, model))
-
-
-def perplexity_curves(args: argparse.Namespace) -> list[results.Curve]:
-    """The curves of all files, with the labels and trained lengths of the flags where they are given."""
+def draw_perplexity(args: argparse.Namespace) -> None:
+    """Draw the curves of all files, with the labels and trained lengths of the flags where they are given."""
     found = [(file, curve) for file in args.files for curve in results.read_perplexity(file)]
     names = [curve.label for _, curve in found]
     if len(set(names)) < len(names):  # one model in several files: the files tell them apart
@@ -170,17 +140,38 @@ def perplexity_curves(args: argparse.Namespace) -> list[results.Curve]:
         trained *= len(found)
     if len(trained) != len(found):
         raise ValueError(f"--trained-length: {len(trained)} for {len(found)} curves ({', '.join(names)})")
-    return [
+    curves = [
         replace(curve, label=label, trained_length=length)
-        for (_, curve), label, length in zip(found, labelled(names, args.labels), trained, strict=True)
+        for (_, curve), label, length in zip(found, labels_of(names, args.labels), trained, strict=True)
     ]
+    plots.draw_perplexity(curves, args.outputs[0], args.title, args.limits)
+
+
+def draw_loss(args: argparse.Namespace) -> None:
+    """Draw the losses of all files, each run named by its folder."""
+    folders = [str(file.parent) for file in args.files]
+    unique = len(set(folders)) == len(folders)
+    labels = labels_of(folders if unique else [str(file) for file in args.files], args.labels)
+    runs = [(label, results.read_metrics(file)) for label, file in zip(labels, args.files, strict=True)]
+    plots.draw_loss(runs, args.outputs[0], args.title, args.limits)
+
+
+def draw_needle(args: argparse.Namespace) -> None:
+    """Draw the cells of each file in a picture of its own."""
+    read = [results.read_cells(file) for file in args.files]
+    for file, (_, cells) in zip(args.files, read, strict=True):
+        tasks = sorted({cell["task"] for cell in cells})
+        if len(tasks) > 1:
+            raise ValueError(f"{file} holds {', '.join(tasks)}; draw one task at a time (eval_needle.py draws each)")
+    for (model, cells), output in zip(read, args.outputs, strict=True):
+        plots.draw_needle(cells, output, args.title or plots.needle_title(cells, model))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draws, or says what is wrong."""
+    """Draw, or say what is wrong."""
     with refusals("plot.py"):
         args = parse_arguments(arguments)
-        draw(args)
+        {"perplexity": draw_perplexity, "needle": draw_needle, "loss": draw_loss}[args.kind](args)
     print(f"wrote {', '.join(map(str, args.outputs))}")
 
 

@@ -69,8 +69,8 @@ TESTS = {
     "train.py": "train resuming",
     "easy_context/evaluation/needle/cells.py": "cells needle_run",
     "easy_context/evaluation/needle/needle_task.py": "needle_task needle_run",
-    "easy_context/evaluation/scorer.py": "scorer perplexity needle_run",
-    "easy_context/evaluation/perplexity.py": "perplexity",
+    "easy_context/evaluation/scorer.py": "scorer perplexity_run needle_run",
+    "easy_context/evaluation/perplexity/sums.py": "sums perplexity_run",
     "easy_context/evaluation/needle/ruler_tasks.py": "ruler_tasks needle_run",
 }
 COMPARISONS = {

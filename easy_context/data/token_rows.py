@@ -64,15 +64,16 @@ class TokenRows:
         return pc.list_value_length(self._dataset.with_format("arrow")[:rows]["input_ids"]).to_pylist()
 
 
-def load_rows(name: str, flag: str) -> Any:
+def load_rows(name: str, flag: str, split: str | None = None, subset: str | None = None) -> Any:
     """Open a dataset of rows with `input_ids`, perhaps `labels`, and the columns that say how these are to be read.
 
-    Other columns are dropped; the log says which. Of several splits `--dataset` takes train, `--eval-dataset` one that
-    is held out, if there is one.
+    Other columns are dropped; the log says which. Of several splits `--dataset` takes train, and any other flag one
+    that is held out, if there is one.
 
     Args:
         name: as `open_dataset` takes it.
         flag: the flag that `name` comes from.
+        split, subset: as `open_dataset` takes them.
 
     Returns:
         A `datasets.Dataset` that gives tensors, of int64 where the column holds integers.
@@ -80,7 +81,9 @@ def load_rows(name: str, flag: str) -> Any:
     Raises:
         ValueError: no such dataset, no rows, no `input_ids`, or ids that are not integers.
     """
-    dataset = open_dataset(name, flag, ("train",) if flag == "--dataset" else HELD_OUT_FIRST)
+    dataset = open_dataset(name, flag, ("train",) if flag == "--dataset" else HELD_OUT_FIRST, split, subset)
+    if "input_ids" not in dataset.column_names and "tokens" in dataset.column_names:
+        dataset = dataset.rename_column("tokens", "input_ids")
     if "input_ids" not in dataset.column_names:
         raise ValueError(
             f"{flag} {name} has columns {dataset.column_names} and no input_ids: it must hold token ids; "
@@ -153,6 +156,9 @@ def check_rows(dataset: Any, vocab_size: int, seq_length: int, what: str) -> int
 def tokens_and_labels(row: Mapping[str, Any], where: str) -> tuple[Any, Any]:
     """Return ids and labels of a row, arrays or tensors, after all that its columns say; `where` begins an error."""
     ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    for column, values in (("input_ids", ids), ("labels", labels)):
+        if values is None or "int" not in str(values.dtype):
+            raise ValueError(f"{where} holds nulls in {column}: give every row whole lists of integers")
     if len(ids) != len(labels):
         raise ValueError(f"{where} has {len(ids)} input_ids and {len(labels)} labels; they must be as many")
     try:

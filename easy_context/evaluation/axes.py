@@ -26,12 +26,9 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise ValueError for ends that no axis can have."""
         for low, high in (("xmin", "xmax"), ("ymin", "ymax")):
-            ends = {name: value for name in (low, high) if (value := getattr(self, name)) is not None}
-            for name, value in ends.items():
-                if not math.isfinite(value):
-                    raise ValueError(f"--{name} {value}: give a finite number")
-            if len(ends) == 2 and ends[low] >= ends[high]:
-                raise ValueError(f"--{low} {ends[low]:g} must be below --{high} {ends[high]:g}")
+            ends = getattr(self, low), getattr(self, high)
+            if None not in ends and ends[0] >= ends[1]:
+                raise ValueError(f"--{low} {ends[0]:g} must be below --{high} {ends[1]:g}")
 
     def visible(self, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """Return the points within the limits.

@@ -97,7 +97,7 @@ class Journal:
                 if not self._is_finished(record):
                     raise ValueError(line)
                 self.finished[self._key(record)] = record
-            except (ValueError, KeyError, TypeError) as reason:
+            except (ValueError, LookupError, TypeError) as reason:
                 raise ValueError(
                     f"{self.path}, line {number}: no finished {self._piece}; take the line out, {self._remedy}"
                 ) from reason
@@ -107,6 +107,10 @@ class Journal:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self.finished[self._key(record)] = record
+
+    def remove(self) -> None:
+        """Remove the file, once whole results are written elsewhere."""
+        self.path.unlink()
 
     def what_is_saved(self) -> str:
         """Return what an interrupted run leaves, and how it goes on."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import pandas
 
 matplotlib.use("Agg")
 
@@ -61,6 +62,12 @@ def draw_perplexity(curves: Sequence[Curve], output: str | Path, title: str = ""
         _save(figure, axes, output, title or "Perplexity by context length")
 
 
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the last part of each name that is a path, or whole names where the last parts are not different."""
+    short = [Path(name).name for name in names]
+    return short if len(set(short)) == len(short) else list(names)
+
+
 def needle_title(cells: Sequence[dict], model: str = "") -> str:
     """Return what a heatmap shows: the model, if its name is known, the task, and the lengths."""
     lengths = [cell["length"] for cell in cells]
@@ -113,12 +120,12 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
 
 
 def draw_loss(
-    runs: Sequence[tuple[str, list[dict]]], output: str | Path, title: str = "", limits: Limits = NO_LIMITS
+    runs: Sequence[tuple[str, pandas.DataFrame]], output: str | Path, title: str = "", limits: Limits = NO_LIMITS
 ) -> None:
     """Draw training loss over steps, one colour a run: every step pale, a running mean strong.
 
     Args:
-        runs: (label, steps), each step with "step" and "loss".
+        runs: (label, steps), with the columns "step" and "loss".
         output: the picture.
         title: above the picture.
         limits: of the axes.
@@ -126,26 +133,21 @@ def draw_loss(
     Raises:
         ValueError: no point lies within the limits.
     """
-    limits.visible([(record["step"], record["loss"]) for _, records in runs for record in records])
+    limits.visible([tuple(point) for _, steps in runs for point in steps[["step", "loss"]].to_numpy()])
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.2))
-        for label, records in runs:
-            steps, losses = [record["step"] for record in records], [record["loss"] for record in records]
-            width = max(1, round(SMOOTHED_SHARE * len(losses)))
-            (line,) = axes.plot(steps, losses, alpha=0.3 if width > 1 else 1, label=None if width > 1 else label)
+        for label, steps in runs:
+            width = max(1, round(SMOOTHED_SHARE * len(steps)))
+            smooth = {} if width == 1 else {"alpha": 0.3, "label": None}
+            (line,) = axes.plot(steps["step"], steps["loss"], **{"label": label, **smooth})
             if width > 1:
-                axes.plot(steps, running_mean(losses, width), color=line.get_color(), label=label)
+                mean = steps["loss"].rolling(width, min_periods=1).mean()
+                axes.plot(steps["step"], mean, color=line.get_color(), label=label)
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("loss (nats per learned token)")
         axes.legend(frameon=False)
         limits.apply(axes)
         _save(figure, axes, output, title or "Training loss")
-
-
-def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and up to width - 1 before it."""
-    windows = (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
 
 
 def _save(figure, axes, output: str | Path, title: str) -> None:

@@ -1,19 +1,27 @@
-"""Writes results as JSON, and reads the files that are drawn; what does not belong in one is named by file and line."""
+"""Writing results as JSON, and reading the files that are drawn; what does not belong in one is named by file and line.
+
+Files are read into pandas tables whose index is the line number.
+"""
 
 import csv
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas
+
 from ..common.files import null_for_nan
+
+MOST_LOSS = 700.0  # e to a larger one overflows
 
 
 def json_text(value: Any) -> str:
-    """A result file's text; JSON has no NaN and no infinity, so that numbers which are not finite become null."""
+    """Return a result file's text. JSON has no NaN and no infinity: numbers that are not finite become null."""
     return json.dumps(null_for_nan(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -23,18 +31,13 @@ class Curve:
 
     Attributes:
         label: its name.
-        sums: length -> (summed loss, tokens).
+        points: (length, perplexity), by length, of all lengths with a scored token.
         trained_length: tokens of the rows it was trained on; None if not known.
     """
 
     label: str
-    sums: dict[int, tuple[float, int]]
+    points: list[tuple[int, float]]
     trained_length: int | None = None
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """(length, perplexity), by length, of all lengths with a scored token."""
-        return [(n, math.exp(min(loss / tokens, 700))) for n, (loss, tokens) in sorted(self.sums.items()) if tokens]
 
 
 def read_perplexity(file: str | Path) -> list[Curve]:
@@ -43,52 +46,47 @@ def read_perplexity(file: str | Path) -> list[Curve]:
     Raises:
         ValueError: the file has other columns, no rows, a row that is no result, or a model without a scored token.
     """
-    text = _text(file)
-    curves = _wide_curves(file, text) if text.startswith(",") else _curves(file)
-    if not curves:
+    table = _original_table(file) if _text(file).startswith(",") else _perplexity_table(file)
+    if table.empty:
         raise ValueError(f"{file} has no rows")
-    for curve in curves:
-        if not curve.points:
-            raise ValueError(f"{file}: {curve.label} has no scored token at any length, so there is no curve")
+    # A document whose labels are all -100 so far has no tokens and a loss that is not a number.
+    table["loss"] = (table["loss"] * table["tokens"]).where(table["tokens"] > 0, 0.0)
+    curves = []
+    for label, own in table.groupby("model", sort=False):
+        sums = own.groupby("length")[["loss", "tokens"]].sum().query("tokens > 0")
+        if sums.empty:
+            raise ValueError(f"{file}: {label} has no scored token at any length, so there is no curve")
+        perplexity = np.exp((sums["loss"] / sums["tokens"]).clip(upper=MOST_LOSS))
+        trained = own["trained_length"].iloc[-1]
+        points = [(int(length), float(value)) for length, value in perplexity.items()]
+        curves.append(Curve(label, points, None if math.isnan(trained) else int(trained)))
     return curves
 
 
-def _curves(file: str | Path) -> list[Curve]:
-    """The curves of a CSV with a row for each model, document and length."""
-    sums: dict[str, dict[int, tuple[float, int]]] = {}
-    trained: dict[str, int | None] = {}
-    for where, row in _table(file, ("model", "length", "tokens", "loss"), "a CSV of eval_ppl.py"):
-        length, own = _number(row, "length", where, int, least=1), _number(row, "tokens", where, int)
-        # A document whose labels are all -100 so far has no tokens and a loss that is not a number.
-        added = _number(row, "loss", where, float) * own if own else 0.0
-        curve = sums.setdefault(row["model"], {})
-        loss, tokens = curve.get(length, (0.0, 0))
-        curve[length] = (loss + added, tokens + own)
-        # The column is absent in files of earlier versions, and empty where the config does not know.
-        known = row.get("trained_length")
-        trained[row["model"]] = _number(row, "trained_length", where, int, least=1) if known else None
-    return [Curve(model, curve, trained[model]) for model, curve in sums.items()]
+def _perplexity_table(file: str | Path) -> pandas.DataFrame:
+    """Return model, length, tokens, mean loss and trained length of a CSV of eval_ppl.py."""
+    table = _csv_table(file, ("model", "length", "tokens", "loss"), "a CSV of eval_ppl.py")
+    table["length"] = _numbers(file, table["length"], least=1, whole=True)
+    table["tokens"] = _numbers(file, table["tokens"], whole=True)
+    table["loss"] = _numbers(file, table["loss"].where(table["tokens"] > 0, "0"))
+    # The column is absent in files of earlier versions, and empty where the config does not know.
+    trained = table.get("trained_length", pandas.Series("", table.index))
+    table["trained_length"] = _numbers(file, trained.rename("trained_length"), least=1, whole=True, empty=True)
+    return table
 
 
-def _wide_curves(file: str | Path, text: str) -> list[Curve]:
-    """The curves of the original project's CSV: a first line of lengths, then a model and its perplexities in each."""
-    (_, *header), *rows = csv.reader(text.splitlines())
-    lengths = [_number({"length": cell}, "length", f"{file}, line 1", int, least=1) for cell in header]
-    curves: dict[str, Curve] = {}
-    for number, row in enumerate(rows, start=2):
-        if not row:
-            continue
-        where, (label, *cells) = f"{file}, line {number}", row
-        if len(cells) != len(lengths) or label in curves:
-            fault = "has another number of fields than line 1" if label not in curves else f"gives {label} again"
-            raise ValueError(f"{where} {fault}")
-        sums = {}
-        for length, cell in zip(lengths, cells, strict=True):
-            broken = cell.strip().lower() in ("nan", "inf")  # a fact about the model: there is no point
-            perplexity = 1.0 if broken else _number({"perplexity": cell}, "perplexity", where, float, least=1)
-            sums[length] = (math.log(perplexity), 0 if broken else 1)
-        curves[label] = Curve(label, sums)
-    return list(curves.values())
+def _original_table(file: str | Path) -> pandas.DataFrame:
+    """Return the same of the original project's CSV: a first line of lengths, then a model and its perplexities."""
+    wide = _csv_table(file, (), "a table of perplexities")
+    lengths = pandas.Series(wide.columns[1:], index=[1] * (len(wide.columns) - 1), name="length")
+    _numbers(file, lengths, least=1, whole=True)
+    again = wide[""].duplicated()
+    if again.any():
+        raise ValueError(f"{file}, line {again.idxmax()} gives {wide[''][again.idxmax()]} again")
+    table = wide.melt("", var_name="length", value_name="perplexity", ignore_index=False).rename(columns={"": "model"})
+    broken = table["perplexity"].str.strip().str.lower().isin(["nan", "inf"])  # a fact about the model: no point
+    table["loss"] = np.log(_numbers(file, table["perplexity"].mask(broken, "1"), least=1))
+    return table.assign(length=table["length"].astype(int), tokens=(~broken).astype(int), trained_length=math.nan)
 
 
 def read_cells(file: str | Path) -> tuple[str, list[dict]]:
@@ -100,44 +98,49 @@ def read_cells(file: str | Path) -> tuple[str, list[dict]]:
     Raises:
         ValueError: the file is neither, has no cells, or a line that is no cell.
     """
-    model = ""
+    model, columns = "", ["task", "length", "depth", "accuracy"]
     if _text(file).startswith("{"):
-        records = list(_records(file))
-        if "settings" in records[0][1]:
-            model = str(records.pop(0)[1].get("model", ""))
+        records = _json_records(file)
+        if "settings" in records.get(1, {}):
+            model = str(records.pop(1).get("model", ""))
+        table = pandas.DataFrame(records.values(), index=list(records), columns=columns, dtype=object)
     else:
-        records = list(_table(file, ("task", "length", "depth", "accuracy"), "a JSONL or CSV of eval_needle.py"))
-    cells = []
-    for where, record in records:
-        if not record.get("task") or not isinstance(record["task"], str):
-            raise ValueError(f"{where}: no task; it is no cell of eval_needle.py")
-        depth = None if record.get("depth") in (None, "") else _number(record, "depth", where, float, most=1)
-        cell = {"task": record["task"], "length": _number(record, "length", where, int, least=1), "depth": depth}
-        cells.append({**cell, "accuracy": _number(record, "accuracy", where, float, most=1)})
-    if not cells:
+        table = _csv_table(file, columns, "a JSONL or CSV of eval_needle.py")
+    if table.empty:
         raise ValueError(f"{file} holds no cells of eval_needle.py")
-    return model, cells
+    unnamed = ~table["task"].map(lambda task: isinstance(task, str) and task != "")
+    if unnamed.any():
+        raise ValueError(f"{file}, line {unnamed.idxmax()}: no task; it is no cell of eval_needle.py")
+    lengths = _numbers(file, table["length"], least=1, whole=True)
+    depths = _numbers(file, table["depth"], most=1, empty=True)
+    accuracies = _numbers(file, table["accuracy"], most=1)
+    rows = zip(table["task"], lengths, depths, accuracies, strict=True)
+    return model, [
+        {"task": task, "length": int(length), "depth": None if math.isnan(depth) else depth, "accuracy": accuracy}
+        for task, length, depth, accuracy in rows
+    ]
 
 
-def read_metrics(file: str | Path) -> list[dict]:
-    """Read a training run's metrics.jsonl, one step a line; null, a loss that was not finite, becomes NaN.
+def read_metrics(file: str | Path) -> pandas.DataFrame:
+    """Read steps and losses of a training run's metrics.jsonl; null, a loss that was not finite, becomes NaN.
 
     Raises:
         ValueError: there are no lines, or one that holds no step's loss.
     """
-    records = []
-    for where, record in _records(file):
-        if "step" not in record or "loss" not in record:
-            raise ValueError(f"{where} has no step and loss: it is no line of a metrics.jsonl of train.py")
-        if record["loss"] is None:  # a fact about the run
-            record["loss"] = math.nan
-        for key in ("step", "loss"):
-            if not isinstance(record[key], int | float) or isinstance(record[key], bool):
-                raise ValueError(f"{where}: {key} {record[key]!r} must be a number")
-        records.append(record)
+    records = _json_records(file)
     if not records:
         raise ValueError(f"{file} has no lines: it is no metrics.jsonl of train.py")
-    return records
+    for line, record in records.items():
+        if "step" not in record or "loss" not in record:
+            raise ValueError(f"{file}, line {line} has no step and loss: it is no line of a metrics.jsonl of train.py")
+    table = pandas.DataFrame(records.values(), index=list(records), columns=["step", "loss"], dtype=object)
+    finite = table["loss"].map(lambda loss: not isinstance(loss, float) or math.isfinite(loss))
+    return pandas.DataFrame(
+        {
+            "step": _numbers(file, table["step"], whole=True),
+            "loss": _numbers(file, table["loss"].where(finite, None), least=-math.inf, empty=True),
+        }
+    )
 
 
 def _text(file: str | Path) -> str:
@@ -147,9 +150,9 @@ def _text(file: str | Path) -> str:
         raise ValueError(f"{file} is no text file ({reason.reason} at byte {reason.start})") from reason
 
 
-def _records(file: str | Path) -> Iterator[tuple[str, dict]]:
-    """(file and line, record) of a JSONL file; half a last line, as a killed run leaves it, is skipped with a note."""
-    lines = _text(file).split("\n")
+def _json_records(file: str | Path) -> dict[int, dict]:
+    """Return line number -> record of a JSONL file; half a last line, as a killed run leaves it, is left out."""
+    records, lines = {}, _text(file).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -163,37 +166,47 @@ def _records(file: str | Path) -> Iterator[tuple[str, dict]]:
             raise ValueError(f"{where} is not JSON ({reason.msg})") from reason
         if not isinstance(record, dict):
             raise ValueError(f"{where} is not a JSON object")
-        yield where, record
+        records[number] = record
+    return records
 
 
-def _table(file: str | Path, columns: tuple[str, ...], kind: str) -> Iterator[tuple[str, dict]]:
-    """(file and line, row) of a CSV with at least `columns`."""
-    rows = csv.DictReader(_text(file).splitlines())
-    try:
-        missing = sorted(set(columns) - set(rows.fieldnames or ()))
-        if missing:
-            raise ValueError(f"{file} lacks the columns {missing}: it is not {kind}")
-        for row in rows:
-            where = f"{file}, line {rows.line_num}"
-            if None in row or None in row.values():
-                raise ValueError(f"{where} does not have the {len(rows.fieldnames)} fields of the first line")
-            yield where, row
-    except csv.Error as reason:
-        raise ValueError(f"{file}, line {rows.line_num + 1}: {reason}; it is not {kind}") from reason
+def _csv_table(file: str | Path, columns: Iterable[str], kind: str) -> pandas.DataFrame:
+    """Return a CSV with at least `columns`, every field as text. (pandas' own reader would fill up short rows.)"""
+    reader = csv.reader(_text(file).splitlines())
+    names = next(reader, [])
+    missing = sorted(set(columns) - set(names))
+    if missing:
+        raise ValueError(f"{file} lacks the columns {missing}: it is not {kind}")
+    rows = {}
+    for row in filter(None, reader):
+        if len(row) != len(names):
+            raise ValueError(f"{file}, line {reader.line_num} does not have the {len(names)} fields of the first line")
+        rows[reader.line_num] = row
+    return pandas.DataFrame(rows.values(), index=list(rows), columns=names, dtype=object)
 
 
-def _number(
-    record: dict, key: str, where: str, kind: Callable, least: float = 0, most: float = math.inf
-) -> int | float:
-    """A field as a finite number of that kind within bounds."""
-    value = record.get(key)
-    wanted = "a whole number" if kind is int else "a number"
-    bounds = f"{wanted} of at least {least}" if most == math.inf else f"{wanted} from {least} to {most}"
-    try:
-        number = kind(value)
-        fits = not isinstance(value, bool) and least <= number <= most and number != math.inf and number == float(value)
-    except (TypeError, ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise ValueError(f"{where}: {key} {value!r} must be {bounds}")
-    return number
+def _numbers(
+    file: str | Path,
+    column: pandas.Series,
+    least: float = 0,
+    most: float = math.inf,
+    whole: bool = False,
+    empty: bool = False,
+) -> pandas.Series:
+    """Return a column as finite numbers from `least` to `most`; what is empty or null becomes NaN where it may be."""
+    missing = column.map(lambda value: empty and (value is None or value == "")).astype(bool)
+    flags = column.map(lambda value: isinstance(value, bool)).astype(bool)
+    values = pandas.to_numeric(column.mask(flags), errors="coerce")
+    fits = values.between(least, most) & ~np.isinf(values)
+    if whole:
+        fits &= values % 1 == 0
+    wrong = ~(fits | missing)
+    if wrong.any():
+        place = int(np.argmax(wrong.to_numpy()))
+        wanted = "a whole number" if whole else "a number"
+        bounds = f" of at least {least}" if most == math.inf else f" from {least} to {most}"
+        raise ValueError(
+            f"{file}, line {column.index[place]}: {column.name} {column.iloc[place]!r} must be {wanted}"
+            + (bounds if math.isfinite(least) else "")
+        )
+    return values

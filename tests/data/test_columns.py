@@ -10,8 +10,7 @@ import torch
 from easy_context.data import token_rows
 from easy_context.data.columns import apply_columns, describe_columns, kind_of
 from easy_context.data.token_rows import TokenRows, UnusableRow, load_rows, tokens_and_labels
-from easy_context.evaluation.rows import tokenized_documents
-from easy_context.evaluation.texts import targets_of
+from easy_context.evaluation.perplexity.documents import tokenized_documents
 from easy_context.training.batches import collate
 
 IDS = [5, 6, 7, 8, 9, 3]
@@ -81,8 +80,11 @@ HARMFUL = [
 
 
 def evaluated(row: dict):
-    (document,) = tokenized_documents([row], "rows")
-    return document.input_ids, targets_of(document)
+    """As a dataset in a file, through all that evaluation does."""
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.Dataset.from_list([row]).to_parquet(f"{folder}/rows.parquet")
+        (document,) = tokenized_documents(f"{folder}/rows.parquet")
+    return document.input_ids, document.targets
 
 
 def trained(row: dict):
@@ -168,7 +170,7 @@ def test_the_log_says_once_what_is_used_and_what_is_not(tmp_path, caplog):
     )
     for _ in range(2):
         assert load_rows(name, "--eval-dataset").column_names == ["input_ids", "labels", "attention_mask"]
-        assert len(list(tokenized_documents([row, row], name))) == 2
+        assert len(list(tokenized_documents(name))) == 2
     said = [record.message for record in caplog.records if record.name.startswith("easy_context")]
     assert said == [f"--eval-dataset {note}", f"--tokenized {note}"]
 

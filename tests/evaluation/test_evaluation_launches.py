@@ -54,38 +54,39 @@ STOPPED = """
 import sys, threading, time
 sys.path.insert(0, ".")
 import {script} as script
-from easy_context.evaluation.needle import run
-def wait(*rest):  # where the second model or cell would be evaluated
+from easy_context.evaluation.{folder} import run
+def wait(*rest):  # where the second document or cell would be evaluated
     if done:
         print("waiting", flush=True)
         while True:
             time.sleep(1)
     done.append(1)
     return work(*rest)
-done, work = [], {module}.{function}
-{module}.{function} = wait
+done, work = [], run.{function}
+run.{function} = wait
 script.main(sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize(
-    "script, module, function, said",
+    "script, folder, function, piece, name",
     [
-        ("eval_ppl", "script", "evaluate", "1 of 2 models saved in FILE; the same command begins again"),
-        ("eval_needle", "run", "score_cell", "1 cell saved in FILE; the same command goes on from there"),
+        ("eval_ppl", "perplexity", "measure", "document", "o.unfinished.jsonl"),
+        ("eval_needle", "needle", "score_cell", "cell", "cells.jsonl"),
     ],
 )
-def test_ctrl_c_says_what_is_saved_in_one_line(tmp_path, script, module, function, said):
+def test_ctrl_c_says_what_is_saved_in_one_line(tmp_path, script, folder, function, piece, name):
     models = [save_tiny_llama(tmp_path / seed, int(seed)) for seed in ("1", "2")]
-    file = str(tmp_path / ("o.csv" if script == "eval_ppl" else "cells.jsonl"))
     if script == "eval_ppl":
-        words = ["-m", *models, "--text", "data/haystack/emma.txt", "--max-tokens", "256", "--output-file", file]
+        words = ["-m", *models, "--text", "data/haystack/emma.txt", "--max-tokens", "256"]
+        words += ["--output-file", str(tmp_path / "o.csv")]
     else:
         words = ["--model", models[0], "--max_context_length", "1024", "--output_dir", str(tmp_path)]
-    process = start_python("-c", STOPPED.format(script=script, module=module, function=function), *words)
+    process = start_python("-c", STOPPED.format(script=script, folder=folder, function=function), *words)
     assert "waiting\n" in iter(process.stdout.readline, "")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == f"stopped by Ctrl-C: {said.replace('FILE', file)}" and "Traceback" not in errors
-    assert Path(file).is_file()
+    said = f"stopped by Ctrl-C: 1 {piece} saved in {tmp_path / name}; the same command goes on from there"
+    assert errors.splitlines()[-1] == said and "Traceback" not in errors
+    assert (tmp_path / name).is_file()

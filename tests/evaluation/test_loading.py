@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_llama, tiny_llama
+from tiny_models import tiny_llama
 from transformers import AutoConfig
 
 import eval_needle
 import eval_ppl
 from easy_context.common.files import check_writable, write_whole
 from easy_context.evaluation import loading
-from easy_context.evaluation.loading import check_output_layer, check_parallelism
+from easy_context.evaluation.loading import check_output_layer, check_parallelism, load_scorer
 from easy_context.model.config import load_config
 
 
@@ -118,7 +118,7 @@ def test_what_shows_only_while_loading_is_one_line_and_loses_no_finished_model(m
     output = tmp_path / "two.csv"
     lengths = ["--min-tokens", "32", "--max-tokens", "64", "--output-file", str(output)]
     message = "--model .*broken: its weights lack model.layers.1.mlp.up_proj.weight, which would be random.*"
-    with pytest.raises(SystemExit, match=message + "two.csv holds the models before it"):
+    with pytest.raises(SystemExit, match=message):
         eval_ppl.main(["-m", model_folder, "-m", str(broken), "--text", text, *lengths])
     with output.open(newline="") as file:
         assert [(row["model"], row["length"]) for row in csv.DictReader(file)] == [
@@ -126,27 +126,11 @@ def test_what_shows_only_while_loading_is_one_line_and_loses_no_finished_model(m
             (model_folder, "64"),
         ]
     assert list(json.loads(output.with_suffix(".json").read_text())["models"]) == [model_folder]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["broken", "haystack", "two.csv", "two.json"]
+    results = ["two.csv", "two.json", "two.png", "two.unfinished.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["broken", "haystack", *results]
     arguments = ["--model", str(broken), "--output_dir", str(tmp_path / "n"), "--haystack_dir", str(Path(text).parent)]
     with pytest.raises(SystemExit, match=message):
         eval_needle.main(arguments)
-
-
-def test_results_are_written_after_each_model(model_folder, text, tmp_path, monkeypatch):
-    other = save_tiny_llama(tmp_path / "other", seed=1)
-    output = tmp_path / "two.csv"
-    evaluate, seen = eval_ppl.evaluate, []
-
-    def evaluate_and_look(*args):
-        seen.append(output.read_text() if output.exists() else None)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return evaluate(*args)
-
-    monkeypatch.setattr(eval_ppl, "evaluate", evaluate_and_look)
-    with pytest.raises(KeyboardInterrupt):
-        eval_ppl.main(["-m", model_folder, "-m", other, "--text", text, "--output-file", str(output)])
-    assert seen[0] is None and seen[1].count(model_folder) == output.read_text().count(model_folder) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels may run on a GPU")
@@ -212,6 +196,12 @@ def test_a_family_of_its_own_attention_takes_no_kernel():
     check_parallelism("name", config, flags(), 200)
     with pytest.raises(ValueError, match="--attn-kernel cpu: model type 'gpt2' runs its own attention; leave the flag"):
         check_parallelism("name", config, flags(attn_kernel="cpu"), 200)
+
+
+@pytest.mark.parametrize("frugal, chunk", [(False, 1024), (True, 256)])
+def test_a_frugal_scorer_has_smaller_loss_chunks(model_folder, frugal, chunk):
+    with load_scorer(model_folder, load_config(model_folder), flags(), torch.device("cpu"), frugal) as scorer:
+        assert (scorer.loss_chunk, scorer.frugal) == (chunk, frugal)
 
 
 def test_an_output_layer_that_does_more_is_refused():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..loss import IGNORE_INDEX
+from ...common.constants import IGNORE_INDEX
 
 # Takes input_ids and targets, both int64 [batch, seq]; gives float32 [batch, seq], 0 where there is no target.
 TokenLosses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +26,7 @@ class Sum:
     tokens: int = 0
 
     def add(self, other: "Sum") -> None:
-        """Adds another sum to this one."""
+        """Add another sum to this one."""
         self.loss += other.loss
         self.tokens += other.tokens
 
@@ -55,7 +55,7 @@ class TokenSums:
 
     @classmethod
     def of(cls, losses: torch.Tensor, targets: torch.Tensor) -> "TokenSums":
-        """From float `[seq]` losses and int64 `[seq]` targets."""
+        """Return the sums of float `[seq]` losses and int64 `[seq]` targets."""
         start = torch.zeros(1, dtype=torch.float64)
         scored = targets != IGNORE_INDEX
         return cls(
@@ -64,7 +64,7 @@ class TokenSums:
         )
 
     def between(self, start: int, stop: int) -> Sum:
-        """Over the targets start .. stop - 1."""
+        """Return the sum over the targets start .. stop - 1."""
         return Sum(
             float(self.loss[stop] - self.loss[start]),
             int(self.tokens[stop] - self.tokens[start]),
@@ -72,13 +72,13 @@ class TokenSums:
 
 
 def curve(sums: TokenSums, lengths: Iterable[int]) -> dict[int, Sum]:
-    """For every length L that the document reaches: the sum over its first L tokens, of which L - 1 are predicted."""
+    """Return, for each length L that the document reaches, the sum over its first L tokens: L - 1 are predicted."""
     longest = len(sums.loss) - 1
     return {length: sums.between(0, length - 1) for length in lengths if length <= longest}
 
 
 def by_position(sums: TokenSums, edges: list[int]) -> dict[tuple[int, int], Sum]:
-    """Sums over tokens at positions edges[i] .. edges[i + 1] - 1; the first token of a document is never predicted."""
+    """Return sums over tokens at positions edges[i] to edges[i + 1] - 1; the first token of all is never predicted."""
     last = len(sums.loss) - 2  # position of the last token; token n is the target at index n - 1
     buckets = {}
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -88,7 +88,7 @@ def by_position(sums: TokenSums, edges: list[int]) -> dict[tuple[int, int], Sum]
 
 
 def position_edges(first: int, longest: int) -> list[int]:
-    """0, `first` and its doubles, up to `longest`: the borders of the table of perplexity by position."""
+    """Return 0, `first`, its doubles and `longest`: the borders of the table of perplexity by position."""
     edges = [0]
     edge = first
     while edge < longest:
@@ -100,7 +100,7 @@ def position_edges(first: int, longest: int) -> list[int]:
 def sliding_window(
     token_losses: TokenLosses, input_ids: torch.Tensor, targets: torch.Tensor, window: int, stride: int
 ) -> Sum:
-    """Every token of a document but its first scored once, by the first window that holds the token before it.
+    """Score every token of a document but its first once, by the first window that holds the token before it.
 
     Windows of `window` tokens begin every `stride` tokens. The last target of a window is the token just behind it. The
     first window scores all its targets, each later one its last `stride` (the last of all: what is left). So a token at
@@ -112,7 +112,7 @@ def sliding_window(
         window, stride: tokens, 1 <= stride <= window.
 
     Returns:
-        the sum over the whole document.
+        The sum over the whole document.
     """
     total, scored_until, length = Sum(), 0, len(input_ids)
     for start in range(0, length, stride):
@@ -128,7 +128,7 @@ def sliding_window(
 
 
 def pool(per_document: Iterable[dict]) -> dict:
-    """Adds up the sums of many documents, key by key: the mean over all tokens, not over documents."""
+    """Add up the sums of many documents, key by key, so that means are over tokens and not over documents."""
     totals: dict = defaultdict(Sum)
     for sums in per_document:
         for key, value in sums.items():

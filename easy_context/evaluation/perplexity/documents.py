@@ -1,15 +1,20 @@
-"""Documents to take the perplexity of: plain text files, or rows that are token ids already."""
+"""Documents to take the perplexity of: text files, rows of text, or rows that are token ids already."""
 
+import hashlib
 import lzma
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..common.files import OPENERS, open_unpacked
-from ..loss import IGNORE_INDEX, next_token_targets
+from ...common.constants import IGNORE_INDEX
+from ...common.files import OPENERS, open_unpacked
+from ...data.datasets import HELD_OUT_FIRST, open_dataset
+from ...data.token_rows import load_rows, tokens_and_labels
+from ...loss import next_token_targets
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,14 @@ class Document:
     labels: torch.Tensor
     source: str
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """Targets `[seq]`: targets[i] is the label of token i + 1, the last one -100."""
+        return next_token_targets(self.labels.unsqueeze(0)).squeeze(0)
 
-def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
-    """One document a file (`.gz`, `.xz` and `.bz2` are unpacked), with the special tokens that the tokenizer adds.
+
+def text_documents(files: list[str], tokenizer: Any) -> Iterator[Document]:
+    """Yield a document for each file (`.gz`, `.xz` and `.bz2` are unpacked), with the tokenizer's special tokens.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -53,19 +63,21 @@ def text_documents(files: list[str], tokenizer) -> Iterator[Document]:
         yield Document(name, ids, ids, f"--text {file}")
 
 
-def dataset_documents(rows: Iterable[dict], name: str, feature: str, tokenizer) -> Iterator[Document]:
-    """One document a row of a dataset of text, with the special tokens that the tokenizer adds.
+def dataset_documents(
+    name: str, feature: str, tokenizer: Any, split: str | None = None, subset: str | None = None
+) -> Iterator[Document]:
+    """Yield a document for each row of a dataset of text, with the tokenizer's special tokens.
 
     Args:
-        rows: of the dataset.
-        name: of the dataset, for errors.
+        name: as `open_dataset` takes it.
         feature: the column of the text.
         tokenizer: of Hugging Face.
+        split, subset: as `open_dataset` takes them.
 
     Raises:
-        ValueError: a row whose column is missing or holds no text.
+        ValueError: there is no such dataset, or a row whose column is missing or holds no text.
     """
-    for number, row in enumerate(rows):
+    for number, row in enumerate(open_dataset(name, "--dataset", HELD_OUT_FIRST, split, subset)):
         where = f"--dataset {name}: row {number}"
         if feature not in row:
             columns = ", ".join(sorted(row))
@@ -76,11 +88,27 @@ def dataset_documents(rows: Iterable[dict], name: str, feature: str, tokenizer) 
         yield Document(f"row-{number}", ids, ids, where)
 
 
+def tokenized_documents(name: str, split: str | None = None, subset: str | None = None) -> Iterator[Document]:
+    """Yield a document for each row of token ids; padding (attention_mask 0 at either end) is cut off.
+
+    Args:
+        name: of a dataset with `input_ids` (or `tokens`), `labels` where there are any, and other columns; see
+            data/columns.py.
+        split, subset: as `open_dataset` takes them.
+
+    Raises:
+        ValueError: there is no such dataset, or a row of it cannot be honoured.
+    """
+    for number, row in enumerate(load_rows(name, "--tokenized", split, subset)):
+        where = f"--tokenized {name}: row {number}"
+        yield Document(f"row-{number}", *tokens_and_labels(row, where), where)
+
+
 def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, int]:
     """Save documents as rows that `--tokenized` reads: `input_ids`, and `tokenized_len` as the original project has it.
 
     Returns:
-        How many documents, and their tokens.
+        The number of documents, and of their tokens.
     """
     from datasets import Dataset
 
@@ -92,7 +120,7 @@ def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, in
 
 
 def choose(documents: Iterable[Document], shortest: int, samples: int | None, vocabulary: int) -> list[Document]:
-    """The first `samples` documents with at least `shortest` tokens.
+    """Return the first `samples` documents with at least `shortest` tokens.
 
     Args:
         documents: all.
@@ -128,6 +156,10 @@ def choose(documents: Iterable[Document], shortest: int, samples: int | None, vo
     return chosen
 
 
-def targets_of(document: Document) -> torch.Tensor:
-    """Targets `[seq]`: targets[i] is the label of token i + 1, the last one -100."""
-    return next_token_targets(document.labels.unsqueeze(0)).squeeze(0)
+def documents_fingerprint(documents: Iterable[Document]) -> str:
+    """Return a hash over the names, tokens and labels of documents, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(f"{document.name} {len(document.input_ids)}".encode())
+        digest.update(document.input_ids.numpy().tobytes() + document.labels.numpy().tobytes())
+    return digest.hexdigest()[:16]

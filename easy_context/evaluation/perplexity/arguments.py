@@ -3,9 +3,12 @@
 import argparse
 from pathlib import Path
 
-from ..common.files import check_writable
-from ..common.flags import FlagParser, whole_number
-from .arguments import add_model_flags, context_lengths
+from ...common.files import check_writable
+from ...common.flags import FlagParser, whole_number
+from ..arguments import add_model_flags, add_resume_flag, context_lengths
+
+# Files beside the CSV: means, picture, and what an unfinished run has measured so far.
+SUMMARY, PICTURE, UNFINISHED = ".json", ".png", ".unfinished.jsonl"
 
 
 def build_parser() -> FlagParser:
@@ -16,25 +19,29 @@ def build_parser() -> FlagParser:
     )
     _add_document_flags(parser.add_argument_group("documents"))
     parser.add_argument(
-        "--output-file", type=Path, default=Path("output/perplexity.csv"), help="CSV (default: %(default)s)"
+        "--output-file",
+        type=Path,
+        default=Path("output/perplexity.csv"),
+        help="CSV; a JSON and a PNG of the same name are written beside it (default: %(default)s)",
     )
-    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length (default: %(default)s)")
+    add_resume_flag(parser, "--output-file")
+    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length, in tokens (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length, in tokens (default: %(default)s)")
     parser.add_argument(
         "--tokens-step",
         type=whole_number(0),
         default=0,
-        help="from one length to the next; 0, the default, doubles the length",
+        help="tokens from one length to the next; 0, the default, doubles the length",
     )
     parser.add_argument(
         "--bucket-tokens",
         type=whole_number(1),
         default=4096,
-        help="end of the first range of positions; the others double (%(default)s)",
+        help="end of the first range of positions, in tokens; each further range doubles it (default: %(default)s)",
     )
     parser.add_argument(
         "--sliding-window",
-        type=int,
+        type=whole_number(1),
         metavar="STRIDE",
         help="read whole documents through windows of each length, moved on by STRIDE tokens, instead of in one pass",
     )
@@ -55,15 +62,17 @@ def build_parser() -> FlagParser:
 
 def _add_document_flags(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", nargs="+", help="plain text files (.gz and .xz too), one document each")
+    source.add_argument("--text", nargs="+", help="plain text files (.gz, .xz and .bz2 too), one document each")
     source.add_argument(
-        "-d", "--dataset", help="dataset of text, a document a row: save_to_disk folder, parquet, JSONL or hub name"
+        "-d",
+        "--dataset",
+        help="dataset of text, a document a row: save_to_disk folder, parquet, JSON or hub name",
     )
     source.add_argument("--tokenized", help="dataset of input_ids, in the same forms")
     group.add_argument("-f", "--feature", help="column of --dataset that holds the text; default: text")
     group.add_argument("-s", "--subset", help="configuration of --dataset or --tokenized on the hub")
-    group.add_argument("--split", help="of --dataset or --tokenized; default: test, else validation, else train")
-    group.add_argument("--dataset-min-tokens", type=int, help="skip shorter documents; default: --min-tokens")
+    group.add_argument("--split", help="split of --dataset or --tokenized; default: test, else validation, else train")
+    group.add_argument("--dataset-min-tokens", type=int, help="skip documents with fewer tokens; default: --min-tokens")
     group.add_argument("--samples", type=whole_number(1), help="at most this many documents; default: all")
     group.add_argument(
         "--save-tokenized",
@@ -74,7 +83,7 @@ def _add_document_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags.
+    """Return the flags, with the `lengths` of the grid.
 
     Raises:
         ValueError: a value that cannot be honoured, naming its flag.
@@ -82,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = build_parser().parse_args(arguments)
     flags = ("--min-tokens", "--max-tokens", "--tokens-step")
     args.lengths = context_lengths(args.min_tokens, args.max_tokens, args.tokens_step, flags)
-    if args.sliding_window is not None and not 1 <= args.sliding_window <= args.min_tokens:
+    if args.sliding_window is not None and args.sliding_window > args.min_tokens:
         raise ValueError(
             f"--sliding-window {args.sliding_window}: the stride must be 1 to --min-tokens ({args.min_tokens}), "
             "or windows would leave gaps"
@@ -91,9 +100,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if repeated:
         raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")
     _check_document_flags(args)
-    if args.output_file.suffix == ".json":
-        raise ValueError(f"--output-file {args.output_file}: the summary takes this name; give the CSV another ending")
-    for file in (args.output_file, args.output_file.with_suffix(".json")):
+    if args.output_file.suffix in (SUMMARY, PICTURE):
+        raise ValueError(
+            f"--output-file {args.output_file}: the summary and the picture take {SUMMARY} and {PICTURE}; give the CSV "
+            "another ending"
+        )
+    for file in (
+        args.output_file,
+        *(args.output_file.with_suffix(ending) for ending in (SUMMARY, PICTURE, UNFINISHED)),
+    ):
         check_writable(file, "--output-file")
     return args
 

@@ -1,0 +1,1 @@
+"""Perplexity by context length and by position, over documents of text or tokens."""
