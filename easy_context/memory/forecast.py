@@ -113,18 +113,46 @@ class Load:
     mlp_tile_size: int = 0
 
 
-def activation_memory(shape: Shape, load: Load, plan: MemoryPlan) -> Memory:
-    """Return the peak of what a micro-batch takes beside weights, their gradients and the optimizer."""
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a micro-batch at which most is alive beside weights, their gradients and the optimizer.
+
+    Attributes:
+        moment: "the loss" or "layer N", whose recomputation and backward it is.
+        kept: bytes on the GPU that layers wait with for their backward, also what was fetched from the host by then.
+        work: bytes that the loss or the layer works in.
+        host: bytes that wait in host memory at most.
+    """
+
+    moment: str
+    kept: float
+    work: float
+    host: float
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes on the GPU and on the host."""
+        return Memory(self.kept + self.work, self.host)
+
+
+def activation_peak(shape: Shape, load: Load, plan: MemoryPlan) -> Peak:
+    """Return the peak of a micro-batch under a memory plan."""
     tensors = [_kept_tensors(shape, load, keeps) for keeps in plan]
     on_gpu, on_host = ([sum(layer[place]) for layer in tensors] for place in ("gpu", "cpu"))
     held = sum(on_gpu)
-    peak = held + _loss_work(shape, load)
+    moments = [Peak("the loss", held, _loss_work(shape, load), sum(on_host))]
     head_gradient = shape.vocabulary * shape.hidden * load.size
     for number in reversed(range(len(plan))):
         held -= on_gpu[number]
         fetched_ahead = on_host[number - 1] if number else 0.0
-        peak = max(peak, held + fetched_ahead + head_gradient + _layer_work(shape, load, plan[number]))
-    return Memory(peak, sum(on_host))
+        work = _layer_work(shape, load, plan[number]) + head_gradient
+        moments.append(Peak(f"layer {number + 1}", held + fetched_ahead, work, sum(on_host)))
+    return max(moments, key=lambda peak: peak.memory.gpu)
+
+
+def activation_memory(shape: Shape, load: Load, plan: MemoryPlan) -> Memory:
+    """Return what a micro-batch takes at its peak beside weights, their gradients and the optimizer."""
+    return activation_peak(shape, load, plan).memory
 
 
 def _kept_tensors(shape: Shape, load: Load, keeps: LayerPlan) -> dict[str, list[float]]:

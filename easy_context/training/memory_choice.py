@@ -21,7 +21,24 @@ logger = logging.getLogger(__name__)
 
 MARGIN_WITHOUT_LIGER = 0.85  # of free memory: the estimate is closest for Liger's layers
 GIB = 2**30
-_BUCKETS = 2 * GIB  # gathered weights and gradients under way
+BUCKETS = GIB  # gathered weights and gradients under way
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a choice depends on beside flags and model.
+
+    Attributes:
+        processes: of the launch, each with a GPU.
+        kernel: of attention.
+        room: the memory that a process may use.
+        plugin: Accelerate's for DeepSpeed; None without DeepSpeed, or where ZeRO-3 is taken for granted.
+    """
+
+    processes: int
+    kernel: str
+    room: Memory
+    plugin: Any = None
 
 
 @dataclass(frozen=True)
@@ -31,13 +48,13 @@ class Option:
     Attributes:
         offload: what ZeRO-3 keeps in host memory; None without ZeRO-3.
         plan: what each layer keeps.
-        mlp_tile_size: tokens of a tile of recomputed MLPs; 0 for whole ones.
+        load: a micro-batch of the longest rows, and the tile of recomputed MLPs.
         need: the peak of a process.
     """
 
     offload: str | None
     plan: MemoryPlan
-    mlp_tile_size: int
+    load: Load
     need: Memory
 
 
@@ -67,11 +84,11 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
     named = named_by_json(plugin) if is_zero_3(plugin) else None
     free = least_free(accelerator)
     room = Memory(free.gpu * (MARGIN if args.liger else MARGIN_WITHOUT_LIGER), free.host * MARGIN)
-    options: list[Option] = []
-    for offload in _offloads(args, plugin, named, on_gpu):
-        options.append(_best_option(offload, args, config, accelerator, room))
-        if options[-1].need.fits(room):
-            break
+    kernel = find_mode(args.parallel_mode, args.attn_engine).select_kernel(
+        args.attn_kernel, accelerator.device, _dtype(args), head_dim(config)
+    )
+    launch = Launch(accelerator.num_processes, kernel.name, room, plugin)
+    options = options_until_one_fits(_offloads(args, plugin, named, on_gpu), args, config, launch)
     option = options[-1]
     fits = option.need.fits(room)
     if len(options) > 1 and not fits:
@@ -81,7 +98,7 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
     _log_choice(option, args, named, free if on_gpu else None)
     if on_gpu and not fits:
         logger.warning("this probably does not fit this machine; --offload auto and --memory-plan auto would choose")
-    return option.plan, option.mlp_tile_size
+    return option.plan, option.load.mlp_tile_size
 
 
 def requested_plan(args: Arguments, layers: int) -> MemoryPlan | None:
@@ -117,38 +134,51 @@ def _offloads(args: Arguments, plugin: Any, named: str | None, on_gpu: bool) -> 
     return CHOICES if on_gpu else ("none",)  # without a GPU everything is in host memory anyway
 
 
-def _best_option(offload: str | None, args: Arguments, config: Any, accelerator: Any, room: Memory) -> Option:
+def options_until_one_fits(
+    offloads: tuple[str | None, ...], args: Arguments, config: Any, launch: Launch
+) -> list[Option]:
+    """Return the best option of each offloading in turn, up to the first that finds room."""
+    options: list[Option] = []
+    for offload in offloads:
+        options.append(best_option(offload, args, config, launch))
+        if options[-1].need.fits(launch.room):
+            break
+    return options
+
+
+def best_option(offload: str | None, args: Arguments, config: Any, launch: Launch) -> Option:
     """Return the fastest option with this offloading that finds room, or else the most frugal one."""
-    shape, processes = Shape.of(config), accelerator.num_processes
-    load = _micro_batch(args, config, accelerator)
-    states = state_memory(offload, args, accelerator.state.deepspeed_plugin, shape.parameters, processes)
+    shape = Shape.of(config)
+    states = state_memory(offload, args, launch.plugin, shape.parameters, launch.processes)
     # The optimizer works on up to 1e9 parameters at a time, when activations are gone.
-    optimizer_step = 12 * min(shape.parameters / processes, 1e9) if offload == "none" else 0.0
+    optimizer_step = 12 * min(shape.parameters / launch.processes, 1e9) if offload == "none" else 0.0
 
     def whole(activations: Memory) -> Memory:
-        return states + Memory(max(activations.gpu, optimizer_step) + _BUCKETS, activations.host)
+        return states + Memory(max(activations.gpu, optimizer_step) + BUCKETS, activations.host)
 
-    plan = requested_plan(args, shape.layers)
+    plan, load = requested_plan(args, shape.layers), micro_batch(args, launch)
     tile_sizes = (0, TILE_SIZE) if args.mlp_tile_size is None else (args.mlp_tile_size,)
-    found = fastest_plan(shape, load, lambda need: whole(need).fits(room), tile_sizes, plan)
-    if found is None:
-        found = plan or most_frugal_plan(shape.layers), tile_sizes[-1]
-    return Option(offload, *found, whole(activation_memory(shape, replace(load, mlp_tile_size=found[1]), found[0])))
+    found = fastest_plan(shape, load, lambda need: whole(need).fits(launch.room), tile_sizes, plan)
+    plan, tile_size = found or (plan or most_frugal_plan(shape.layers), tile_sizes[-1])
+    load = replace(load, mlp_tile_size=tile_size)
+    return Option(offload, plan, load, whole(activation_memory(shape, load, plan)))
 
 
-def _micro_batch(args: Arguments, config: Any, accelerator: Any) -> Load:
+def micro_batch(args: Arguments, launch: Launch) -> Load:
     """Return what a process computes in a micro-batch of the longest rows."""
-    in_half = args.mixed_precision == "bf16"
-    dtype = torch.bfloat16 if in_half else torch.float32
     mode = find_mode(args.parallel_mode, args.attn_engine)
-    sharing = mode.sequence_size(args.sequence_parallel_size, accelerator.num_processes)
+    sharing = mode.sequence_size(args.sequence_parallel_size, launch.processes)
     return Load(
         tokens=args.batch_size * math.ceil(args.seq_length / sharing),
         row=args.seq_length,
-        size=dtype.itemsize,
+        size=_dtype(args).itemsize,
         liger=bool(args.liger),
-        kernel=mode.select_kernel(args.attn_kernel, accelerator.device, dtype, head_dim(config)).name,
+        kernel=launch.kernel,
     )
+
+
+def _dtype(args: Arguments) -> torch.dtype:
+    return torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32
 
 
 def _nothing_fits(options: list[Option], free: Memory) -> str:
@@ -169,8 +199,8 @@ def _compared(need: Memory, free: Memory) -> str:
 def _log_choice(option: Option, args: Arguments, named: str | None, free: Memory | None) -> None:
     """Say in a line what was chosen, and what it takes of the free memory, if that is given."""
     parts = [f"memory plan: {format_memory_plan(option.plan)}"]
-    if option.mlp_tile_size:
-        parts[0] += f", MLPs in tiles of {option.mlp_tile_size} tokens"
+    if option.load.mlp_tile_size:
+        parts[0] += f", MLPs in tiles of {option.load.mlp_tile_size} tokens"
     if option.offload is not None:
         overruled = f"; --offload {args.offload} has no effect" if named and args.offload not in ("auto", named) else ""
         why = f" (as the DeepSpeed JSON says{overruled})" if named else ""

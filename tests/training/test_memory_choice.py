@@ -12,7 +12,7 @@ from easy_context.memory.plan import KEEP_EVERYTHING, LayerPlan, parse_memory_pl
 from easy_context.modes.base import ParallelMode
 from easy_context.training import memory_choice
 from easy_context.training.arguments import parse_arguments
-from easy_context.training.memory_choice import GIB, _best_option, choose_memory
+from easy_context.training.memory_choice import GIB, Launch, best_option, choose_memory
 from easy_context.training.zero_offload import state_memory
 
 LLAMA_2_7B = LlamaConfig(tie_word_embeddings=False)  # the defaults are this shape
@@ -58,6 +58,8 @@ def devices(zero: dict) -> tuple[str, str]:
     return tuple(zero.get(f"offload_{kind}", {}).get("device", "none") for kind in ("optimizer", "param"))
 
 
+SIX_LAYERS = LlamaConfig(intermediate_size=14336, num_key_value_heads=8, num_hidden_layers=6, tie_word_embeddings=False)
+SINGLE_128K = ("--parallel_mode", "data_parallel", "--seq-length", "131072")
 SINGLE_32K = ("--parallel_mode", "data_parallel", "--seq-length", "32768")
 
 
@@ -77,12 +79,13 @@ OFFLOADED = ("--gradient-checkpointing", "offload")
     [  # peaks in GiB, measured on H200s: docs/performance.md says how
         (LLAMA_2_7B, 1, (*SINGLE_32K, *OFFLOADED), "none", 114, 8),
         (LLAMA_3_8B, 2, ("--seq-length", "131072", "--gradient-checkpointing", "full"), "none", 105, 0),
+        (SIX_LAYERS, 1, (*SINGLE_128K, "--memory-plan", "1*input+attention+projections,5*all"), "none", 124.8, 0),
+        (SIX_LAYERS, 1, (*SINGLE_128K, "--memory-plan", "input@cpu+attention@cpu"), "none", 47.2, 12.1),
     ],
 )
 def test_estimates_are_near_measured_peaks(monkeypatch, config, processes, flags, offload, gpu, host):
-    monkeypatch.setattr(ParallelMode, "select_kernel", lambda *_: SimpleNamespace(name="cudnn"))
     plenty = Memory(1000 * GIB, 1000 * GIB)
-    need = _best_option(offload, arguments(*flags), config, launch(processes), plenty).need
+    need = best_option(offload, arguments(*flags), config, Launch(processes, "cudnn", plenty)).need
     assert need.gpu / GIB == pytest.approx(gpu, rel=0.05)
     assert need.host / GIB == pytest.approx(host, rel=0.05)
 
@@ -108,7 +111,7 @@ def test_a_7b_model_on_one_h200_stays_on_the_gpu(monkeypatch):
     assert devices(zero) == ("none", "none")
     assert accelerator.state.deepspeed_plugin.written == 1, "from_pretrained must read the same configuration"
     free = Memory(139 * GIB, 118 * GIB)
-    assert not _best_option("all", arguments(*SINGLE_32K), LLAMA_2_7B, launch(), free).need.fits(free)
+    assert not best_option("all", arguments(*SINGLE_32K), LLAMA_2_7B, Launch(1, "cudnn", free)).need.fits(free)
 
 
 def test_what_the_gpu_cannot_hold_is_offloaded_as_far_as_needed(monkeypatch):

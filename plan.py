@@ -1,0 +1,69 @@
+"""How long a row can these GPUs train, and what does a step take? A forecast by arithmetic; no GPU, no weights.
+
+    # Llama-3-8B on eight H100s, rows of 512K tokens
+    python plan.py --gpus 8 --card H100 --host-memory 1000 --model meta-llama/Meta-Llama-3-8B --seq-length 524288
+
+    # known cards
+    python plan.py --list
+
+All flags of train.py are taken too and mean the same. Prints memory by part, the memory plan, the time of a step, the
+longest row that fits, and the line that trains. docs/training.md says how near forecasts are to measurements.
+"""
+
+import argparse
+import shlex
+import sys
+
+from easy_context.common.flags import FlagParser, number, refusals, whole_number
+from easy_context.training.arguments import parse_arguments
+
+
+def parse_machines() -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags about GPUs, and the others, which are train.py's."""
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the known cards and end")
+    parser.add_argument("--gpus", type=whole_number(1), default=1, help="GPUs in all (default: 1)")
+    parser.add_argument("--card", default="H200", help="what they are; --list names those known (default: H200)")
+    parser.add_argument("--gpu-memory", type=number(1), help="gigabytes of each GPU, as sold; default: the card's")
+    parser.add_argument(
+        "--host-memory", type=number(1), default=256.0, help="gigabytes of each machine that are free (default: 256)"
+    )
+    parser.add_argument("--gpus-per-machine", type=whole_number(1), default=8, help="default: 8")
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    """Print the forecast."""
+    flags, words = parse_machines()
+    args = parse_arguments(words)
+
+    from easy_context.model.config import load_config
+    from easy_context.training.flops import PEAK_FLOPS
+    from easy_context.training.planner import CARD_MEMORY, Machines, describe, forecast, longest_row
+
+    if flags.list:
+        for card, gigabytes in CARD_MEMORY.items():
+            print(f"{card:<10}{gigabytes:4d} GB  {PEAK_FLOPS[card] / 1e12:6.0f} TFLOP/s in bf16")
+        return
+    with refusals("plan.py"):
+        if flags.card not in CARD_MEMORY:
+            raise ValueError(f"--card {flags.card} is unknown: choose one of {', '.join(CARD_MEMORY)}")
+        args.liger = args.liger is not False
+        gigabytes = flags.gpu_memory or CARD_MEMORY[flags.card]
+        machines = Machines.of(flags.gpus, flags.card, gigabytes, flags.host_memory, flags.gpus_per_machine)
+        config = load_config(args.model)
+        result = forecast(args, config, machines)
+    print(describe(result, args, config, machines))
+    print(f"longest row that fits: about {longest_row(args, config, machines):,} tokens")
+    if result.fits:
+        several = "single_node" if flags.gpus <= flags.gpus_per_machine else "two_node"
+        name = "single_gpu" if flags.gpus == 1 else several
+        print(
+            f"\naccelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {flags.gpus} train.py "
+            f"{shlex.join(words)}"
+        )
+    sys.exit(0 if result.fits else 1)
+
+
+if __name__ == "__main__":
+    main()
