@@ -25,7 +25,7 @@ def format_suffix(path: Path) -> str:
 
 
 def null_for_nan(value: Any) -> Any:
-    """The same dicts and lists with None for every NaN and infinity, which JSON does not have."""
+    """Return the same dicts and lists with None for every NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: null_for_nan(own) for key, own in value.items()}
     if isinstance(value, list | tuple):
@@ -34,7 +34,7 @@ def null_for_nan(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file under another name and then renames it, so that `path` holds either the old text or all of the new.
+    """Write a file under another name and rename it, so that `path` holds either the old text or all of the new.
 
     Args:
         path: the file; its folder is made if need be.
@@ -55,17 +55,17 @@ def first_free(folder: Path, name: str) -> Path:
 
 
 def nearest_existing(path: Path) -> Path:
-    """`path` itself, or the nearest folder above it that exists."""
+    """Return `path` itself, or the nearest folder above it that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def probe_folder(folder: Path) -> None:
-    """Raises OSError unless a file can be written in `folder`; the mode bits do not know of read-only or full disks."""
+    """Raise OSError unless a file can be written in `folder`; the mode bits do not know of read-only or full disks."""
     tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raises ValueError naming the flag unless `path` can be written; leaves no trace, whatever is there already."""
+    """Raise ValueError naming the flag unless `path` can be written; leaves no trace, whatever is there already."""
     folder = nearest_existing(path.parent)
     try:
         if path.is_dir():

@@ -1,4 +1,4 @@
 """Evaluation of long-context models: perplexity by length and position, needles in a haystack, RULER-like tasks.
 
-The scripts at the top level, `eval_ppl.py`, `eval_needle.py` and `plot.py`, are thin: what they do is here.
+`eval_ppl.py`, `eval_needle.py` and `plot.py` at the top level parse flags and call what is here.
 """

@@ -1,4 +1,4 @@
-"""Joins the launcher's process group and loads a model into it: whole on every rank, or split by DeepSpeed."""
+"""Join the launcher's process group and load a model into it: whole on every rank, or split by DeepSpeed."""
 
 import argparse
 import contextlib
@@ -21,18 +21,18 @@ from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
 
 
 class UnusableModel(ValueError):
-    """A model that turns out to be no good while it is loaded; the message is for the user."""
+    """A model that turns out to be unusable while it is loaded; the message is for the user."""
 
 
 @contextlib.contextmanager
 def distributed() -> Iterator[torch.device]:
-    """Joins the process group of whatever launcher started this process, and leaves it at the end.
+    """Join the process group of whatever launcher started this process, and leave it at the end.
 
     Any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR will do: `accelerate launch`, `torchrun`. Without one there
     is a single process and no group.
 
     Yields:
-        this process's device.
+        This process's device.
     """
     device = _own_device()
     cuda = device.type == "cuda"
@@ -54,7 +54,7 @@ def _own_device() -> torch.device:
 
 
 def dtype_of(args, device: torch.device | None = None) -> torch.dtype:
-    """What --dtype means on a device; without one, on this process's own."""
+    """Return what --dtype means on a device; without one, on this process's own."""
     device = device or _own_device()
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
@@ -82,7 +82,7 @@ def load_model_config(name: str, args: argparse.Namespace, longest: int) -> Any:
 
 @contextlib.contextmanager
 def load_scorer(name: str, config, args, device: torch.device, frugal: bool = False) -> Iterator[Scorer]:
-    """Loads a model under the parallel mode that the flags ask for, and takes the patch off again at the end.
+    """Load a model under the parallel mode that the flags ask for, and remove the patch at the end.
 
     Args:
         name: path or hub name.
@@ -116,7 +116,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
 
 
 def _apply_mode(config, args) -> tuple[str | None, Mesh]:
-    """Patches the model family for the mode of the flags, or of the number of processes if they name none."""
+    """Patch the model family for the mode of the flags, or the default for this number of processes."""
     mode = _mode_of(config.model_type, args)
     if mode is None:
         return None, Mesh()
@@ -132,7 +132,7 @@ def _apply_mode(config, args) -> tuple[str | None, Mesh]:
 
 
 def _mode_of(model_type: str, args) -> str | None:
-    """The parallel mode; None for a family that has none, which can only run on one process."""
+    """Return the parallel mode; None for a family that has none, which can only run on one process."""
     if args.parallel_mode is None and _processes() == 1 and model_type not in SUPPORTED_MODELS:
         return None
     return args.parallel_mode or ("zigzag_ring_attn" if _processes() > 1 else "data_parallel")
@@ -173,7 +173,7 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
 
 
 def check_output_layer(model: torch.nn.Module, name: str) -> None:
-    """Raises ValueError unless the logits are the output embedding times the last hidden state."""
+    """Raise ValueError unless the logits are the output embedding times the last hidden state."""
     head = model.get_output_embeddings()
     extras = [
         key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(model.config, key, None)
@@ -184,7 +184,7 @@ def check_output_layer(model: torch.nn.Module, name: str) -> None:
 
 
 def _deepspeed_accelerator(device: torch.device):
-    """Accelerate, set up by a launch config with DeepSpeed: the model's weights are then split over the ranks."""
+    """Return Accelerate, set up by a launch config with DeepSpeed, which splits the model's weights over the ranks."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 

@@ -39,7 +39,7 @@ class Scorer:
 
     @torch.no_grad()
     def token_losses(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood of every target.
+        """Return the negative log-likelihood of every target.
 
         Args:
             input_ids: int64 `[batch, seq]`, the same on every rank of the sequence-parallel group.
@@ -55,7 +55,7 @@ class Scorer:
 
     @torch.no_grad()
     def predictions(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The most likely token wherever there is a target.
+        """Return the most likely token wherever there is a target.
 
         If every prediction equals its target then greedy decoding from the prompt writes exactly the targets: its first
         token is the first prediction; given that this is right, its second is predicted from the very input that this
@@ -75,7 +75,7 @@ class Scorer:
         return self._gather(predicted, input_ids.shape[1])
 
     def _hidden(self, input_ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last hidden states `[batch, seq / size, hidden]` and targets of this rank's shard."""
+        """Return the last hidden states `[batch, seq / size, hidden]` and the targets of this rank's shard."""
         position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         if self.mode is None:
             input_ids, position_ids, targets = (x.to(self.device) for x in (input_ids, position_ids, targets))
@@ -104,7 +104,7 @@ class Scorer:
 
     @contextlib.contextmanager
     def _head_weight(self) -> Iterator[torch.Tensor]:
-        """The output embedding `[vocab, hidden]`, gathered if ZeRO-3 has split it."""
+        """Yield the output embedding `[vocab, hidden]`, gathered if ZeRO-3 has split it."""
         weight = self.model.get_output_embeddings().weight
         if hasattr(weight, "ds_id"):
             from deepspeed.runtime.zero import GatheredParameters
@@ -115,7 +115,7 @@ class Scorer:
             yield weight
 
     def from_every_group(self, value: object) -> list[object]:
-        """`value` of each data-parallel group, in their order, on every rank."""
+        """Return `value` of each data-parallel group, in their order, on every rank."""
         if not dist.is_initialized():
             return [value]
         values: list[object] = [None] * dist.get_world_size()
@@ -123,7 +123,7 @@ class Scorer:
         return values[:: self.mesh.sequence_size]
 
     def from_first_rank(self, value: object) -> object:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         if not dist.is_initialized():
             return value
         values = [value]

@@ -12,7 +12,7 @@ from ..huggingface import modeling_module
 
 @functools.cache
 def liger_unavailable() -> str | None:
-    """Why liger-kernel cannot be used on this machine, or None if it can."""
+    """Return why liger-kernel cannot be used on this machine, or None if it can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)  # it warns of every backend that is not this machine's
@@ -20,7 +20,7 @@ def liger_unavailable() -> str | None:
 
 
 def liger_refusal(config: Any) -> str | None:
-    """What Liger's layers would silently drop from a model of this config, or None."""
+    """Return what Liger's layers would silently drop from a model of this config, or None."""
     if getattr(config, "mlp_bias", False):
         return "Liger's SwiGLU has no bias, but this model has mlp_bias=True"
     if config.hidden_act not in ("silu", "swish"):
@@ -45,7 +45,7 @@ def choose_liger(requested: bool | None, config: Any) -> bool:
 
 
 def apply_liger(config: Any) -> None:
-    """Make models of this family that are built afterwards use Liger's layers. The loss is `apply_fused_loss`'s affair.
+    """Make models of this family that are built afterwards use Liger's layers; `apply_fused_loss` is for the loss.
 
     Args:
         config: of the model to build.

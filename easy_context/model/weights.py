@@ -1,4 +1,4 @@
-"""Are a model's weights there, whole, and of the shapes that its config asks for? Found out without loading them."""
+"""Check a checkpoint's weight files (present, complete, of the config's shapes) by their headers; load it whole."""
 
 import contextlib
 import copy
@@ -75,7 +75,7 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def _headers(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
-    """Name -> tensor without data of all weight files; None if they are not safetensors, which alone have a header."""
+    """Return name -> tensor without data of all weight files; None for pickles, which have no header."""
     headers: dict[str, torch.Tensor] = {}
     for file in _weight_files(folder, name):
         if file.suffix != ".safetensors":
@@ -92,7 +92,7 @@ def _headers(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def _load_without_data(config: Any, headers: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-    """What Transformers finds missing, unexpected or of another shape when it loads tensors of these names and shapes.
+    """Return what Transformers finds missing, unexpected or misshapen when it loads tensors of these names and shapes.
 
     None for quantised weights, which are packed into other shapes, and for a config that has no causal model.
     """
@@ -115,7 +115,7 @@ def _load_without_data(config: Any, headers: dict[str, torch.Tensor]) -> dict[st
 
 @contextlib.contextmanager
 def _quiet_transformers(progress_bars: bool) -> Iterator[None]:
-    """Keep out Transformers' table of missing and unexpected tensors, of which this module makes a line."""
+    """Silence Transformers' table of missing and unexpected tensors; this module says the same in a line."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -144,7 +144,7 @@ def _some_of(keys: Iterable[str]) -> str:
 
 
 def _hint_of_prefix(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Wrappers (torch.compile, DDP, PEFT) save every tensor under a prefix of their own."""
+    """Return a hint if a wrapper (torch.compile, DDP, PEFT) has saved every tensor under a prefix of its own."""
     missing = set(missing)
     for key in sorted(unexpected):
         for wanted in missing:

@@ -27,13 +27,13 @@ class Encoded:
 
 
 class TextEncoder:
-    """What the evaluations ask of a tokenizer: ids with text positions, and the special tokens a prompt opens with."""
+    """A tokenizer that gives ids with text positions, and the special tokens that a prompt opens with."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
     def opening(self) -> list[int]:
-        """Special tokens that this tokenizer puts before a text: BOS for Llama, nothing for GPT-2 or Qwen styles."""
+        """Return the special tokens that the tokenizer puts before a text: BOS for Llama, none for GPT-2 or Qwen."""
         plain = self.tokenizer.encode("a", add_special_tokens=False)
         whole = self.tokenizer.encode("a", add_special_tokens=True)
         for start in range(len(whole) - len(plain) + 1):
@@ -49,7 +49,7 @@ class TextEncoder:
             in_context: the text continues another one, so the tokens are those it has after a full stop.
 
         Returns:
-            ids and ends; ends count characters of `text`.
+            Ids and ends; ends count characters of `text`.
         """
         if not self.tokenizer.is_fast:
             return self._encode_by_words(text, in_context)
@@ -61,7 +61,7 @@ class TextEncoder:
         return Encoded(encoded["input_ids"][first:], ends[first:].tolist())
 
     def _encode_by_words(self, text: str, in_context: bool) -> Encoded:
-        """Tokenizers that report no positions: encode word by word, each token ending where its word ends."""
+        """Encode word by word, for tokenizers that report no positions: each token ends where its word ends."""
         ids, ends = [], []
         anchor_length = len(self.tokenizer.encode(ANCHOR, add_special_tokens=False))
         for word in re.finditer(r"\s*\S+|\s+$", text):

@@ -1,4 +1,4 @@
-"""What a task gives: an example as text, with what to hide, what to ask and what to answer."""
+"""An example of a task, as text: what to hide, what to ask and what to answer."""
 
 import random
 import re
@@ -44,11 +44,11 @@ class Task(Protocol):
     smallest_size: int
 
     def example(self, rng: random.Random, depth: float, size: int) -> Example:
-        """A new example; the same `rng` state, depth and size give the same one."""
+        """Return a new example; the same `rng` state, depth and size give the same one."""
 
 
 def check_marks(flag: str, template: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError if `template` has a placeholder that nothing would fill: the model would read it as it stands.
+    """Raise ValueError if `template` has a placeholder that nothing would fill: the model would read it as it stands.
 
     Braces around anything but one word are text.
     """

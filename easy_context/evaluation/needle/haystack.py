@@ -23,7 +23,7 @@ WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
 def read_haystack(directory: str | Path, most_characters: int = MOST_CHARACTERS) -> str:
-    """The `.txt` files under a folder, in the order of their names, joined by blank lines.
+    """Return the `.txt` files under a folder, in the order of their names, joined by blank lines.
 
     Args:
         directory: the folder; subfolders count.
@@ -52,7 +52,7 @@ def read_haystack(directory: str | Path, most_characters: int = MOST_CHARACTERS)
 
 
 def _what_to_give(folder: Path) -> str:
-    """The remedy for a folder that is not there, which may be the one of the original project's launch lines."""
+    """Return the remedy for a missing folder, which may be the one of the original project's launch lines."""
     if folder.name == PAUL_GRAHAM:
         return (
             f"download {PAUL_GRAHAM_HOME} and name it, or leave the flag out for the novels of {HAYSTACK}, which come "
@@ -75,7 +75,7 @@ class Passage:
     word_ends: np.ndarray
 
     def place(self, depth: float) -> int:
-        """Where a needle at `depth` goes: a number of tokens from the start of the passage, 0 to its length.
+        """Return where a needle at `depth` goes: a number of tokens from the start of the passage, 0 to its length.
 
         Args:
             depth: 0 is the start of the passage, 1 its end.
@@ -94,7 +94,7 @@ class Haystack:
     """A tokenized text as an endless ring: a passage longer than the text repeats it."""
 
     def __init__(self, text: str, encoder: TextEncoder):
-        """Tokenizes `text`, which must have at least one token."""
+        """Tokenize `text`, which must have at least one token."""
         encoded = encoder.encode(text)
         if not encoded.ids:
             raise ValueError("the haystack has no tokens; --haystack_dir must hold text that the tokenizer knows")
@@ -106,19 +106,19 @@ class Haystack:
         self.word_ends = _token_boundaries((m.end() for m in WORD_END.finditer(text)), encoded.ends)
 
     def random_start(self, rng: random.Random) -> int:
-        """The token after a random sentence, so that a passage from there starts with a whole sentence."""
+        """Return the token after a random sentence, so that a passage from there starts with a whole sentence."""
         ends = self.sentence_ends
         return int(ends[rng.randrange(len(ends))]) if len(ends) else 0
 
     def passage(self, start: int, length: int) -> Passage:
-        """`length` tokens from token `start` on, around the ring as often as needed."""
+        """Return `length` tokens from token `start` on, around the ring as often as needed."""
         ids = self.ids[(start + np.arange(length)) % len(self.ids)]
         return Passage(
             ids, self._within(self.sentence_ends, start, length), self._within(self.word_ends, start, length)
         )
 
     def sentences(self, rng: random.Random, count: int) -> list[str]:
-        """`count` consecutive sentences as text, from a random place; fewer if the text has fewer."""
+        """Return `count` consecutive sentences as text, from a random place; fewer if the text has fewer."""
         first = rng.randrange(max(len(self._sentence_bounds) - count, 1))
         bounds = self._sentence_bounds[first : first + count + 1]
         return [self.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -130,7 +130,7 @@ class Haystack:
 
 
 def _token_boundaries(character_ends, token_ends: list[int]) -> np.ndarray:
-    """Numbers of tokens that end exactly where the given stretches of text end; one inside a token is left out."""
+    """Return the numbers of tokens that end exactly where stretches of text end; an end inside a token is left out."""
     ends = np.array(token_ends, dtype=np.int64)
     wanted = np.fromiter(character_ends, dtype=np.int64)
     counts = np.searchsorted(ends, wanted, side="right")
@@ -138,6 +138,6 @@ def _token_boundaries(character_ends, token_ends: list[int]) -> np.ndarray:
 
 
 def _nearest(values: np.ndarray, target: int) -> int | None:
-    """The value nearest to `target` in a sorted array; None if it is empty."""
+    """Return the value nearest to `target` in a sorted array; None if it is empty."""
     i = int(np.searchsorted(values, target))
     return min(values[max(i - 1, 0) : i + 1].tolist(), key=lambda value: abs(value - target), default=None)

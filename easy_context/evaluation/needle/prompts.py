@@ -53,12 +53,12 @@ class Row:
 
 
 class PromptBuilder:
-    """Builds rows for one tokenizer, haystack and prompt format."""
+    """A builder of rows for one tokenizer, haystack and prompt format."""
 
     def __init__(
         self, encoder: TextEncoder, haystack: Haystack, prompt_format: str = "plain", template: str = "", shots: int = 0
     ):
-        """Checks the format.
+        """Check the format.
 
         Args:
             prompt_format: "plain" text or "chat", the tokenizer's chat template.
@@ -80,7 +80,7 @@ class PromptBuilder:
         self._opening = [] if self.chat else encoder.opening()  # a chat template writes its own, or none
 
     def build(self, task: Task, length: int, depth: float, seed: str, passage_seed: str) -> Row:
-        """A row of exactly `length` tokens (at most `length` for tasks that fill the context themselves).
+        """Return a row of exactly `length` tokens (at most `length` for tasks that fill the context themselves).
 
         Args:
             task: what to ask.
@@ -112,11 +112,11 @@ class PromptBuilder:
         return _row(pieces, parts, tuple(places[i] for i in range(len(inserts))))
 
     def shortest(self, task: Task, depth: float, seed: str) -> int:
-        """Tokens of the shortest row that `build` can make with this example; finds out without a passage."""
+        """Return the tokens of the shortest row that `build` can make of this example, without making a passage."""
         return self._parts(task, depth, seed, task.smallest_size).shortest
 
     def _parts(self, task: Task, depth: float, seed: str, size: int) -> "_Parts":
-        """Everything but the haystack."""
+        """Return everything but the haystack."""
         example = task.example(random.Random(seed), depth, size)
         head, tail, answer_offset = self._frame(task, example, seed)
         context = [] if example.context is None else self.encoder.encode(example.context).ids
@@ -124,7 +124,7 @@ class PromptBuilder:
         return _Parts(example, head, context, inserts, tail, answer_offset)
 
     def _build_listing(self, task: Task, length: int, depth: float, seed: str, smallest: "_Parts") -> Row:
-        """A row whose context is as large as fits."""
+        """Return a row whose context is as large as fits."""
         built, size = smallest, task.smallest_size
         # Proportional guesses that never overshoot by much; each costs one tokenization of the context.
         for _ in range(4):
@@ -140,7 +140,7 @@ class PromptBuilder:
         return _row([built.head, built.context], built, ())
 
     def _frame(self, task: Task, example: Example, seed: str) -> tuple[list[int], Encoded, int]:
-        """What stands around the context: ids before, tail with the answer, and where in its text the answer starts."""
+        """Return the ids before the context, the tail with the answer, and where in its text the answer starts."""
         shots = [self._shot(task, f"{seed} shot {i}") for i in range(self.shots)]
         before, after = self.template.replace(QUESTION_MARK, example.question).split(HAYSTACK_MARK)
         if self.chat:
@@ -154,7 +154,7 @@ class PromptBuilder:
         return head, self.encoder.encode(after + _answer_text(example)), len(after)
 
     def _chat_frame(self, shots: list[tuple[str, str]], before: str, after: str) -> tuple[str, str]:
-        """The chat template's text before and after the place of the haystack.
+        """Return the chat template's text before and after the place of the haystack.
 
         The place is marked while the template is applied, by something that no text of the chat holds.
         """
@@ -173,7 +173,7 @@ class PromptBuilder:
         return before, after
 
     def _shot(self, task: Task, seed: str) -> tuple[str, str]:
-        """A worked example: a short prompt and its whole answer."""
+        """Return a worked example: a short prompt and its whole answer."""
         rng = random.Random(seed)
         example = task.example(rng, 0.5, SHOT_LIST_SIZE)
         context = example.context
@@ -226,7 +226,7 @@ def _answer_text(example: Example) -> str:
 
 
 def _row(pieces: list, parts: _Parts, places: tuple[int, ...]) -> Row:
-    """Joins the pieces and finds the answer's tokens: all that end after its first character.
+    """Join the pieces and find the answer's tokens: all that end after its first character.
 
     A token that spans the border (" 12" after "is", asked for "12") belongs to the answer: the prompt then ends before
     it, which is where a model that writes that token would have to start.

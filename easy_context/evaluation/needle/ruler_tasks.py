@@ -40,7 +40,7 @@ class MultiValueTask:
         self.digits = digits
 
     def example(self, rng: random.Random, depth: float, size: int = 0) -> Example:
-        """The first number at `depth`, the others spread to the end."""
+        """Return numbers of one key: the first at `depth`, the others spread to the end."""
         key = rng.choice(NEEDLE_KEYS)
         values = distinct_numbers(rng, MANY, self.digits)
         return Example(
@@ -65,7 +65,7 @@ class VariableTrackingTask:
         self.digits = digits
 
     def example(self, rng: random.Random, depth: float = 0.0, size: int = 0) -> Example:
-        """Two chains of one value and four hops each, every chain in its order at random depths."""
+        """Return two chains of one value and four hops each, every chain in its order at random depths."""
         names = distinct_names(rng, CHAINS * (HOPS + 1))
         values = distinct_numbers(rng, CHAINS, self.digits)
         chains = [names[i * (HOPS + 1) : (i + 1) * (HOPS + 1)] for i in range(CHAINS)]
@@ -91,7 +91,7 @@ class CommonWordsTask:
     smallest_size = 40
 
     def __init__(self, vocabulary: list[str]):
-        """Takes the words to draw from.
+        """Take the words to draw from.
 
         Raises:
             ValueError: there are too few.
@@ -104,7 +104,7 @@ class CommonWordsTask:
         self.vocabulary = vocabulary
 
     def example(self, rng: random.Random, depth: float, size: int) -> Example:
-        """A list of `size` entries, at least `smallest_size`."""
+        """Return a list of `size` entries, at least `smallest_size`."""
         common_repeats, rare_repeats = self._repeats(size)
         rare_entries = size - COMMON_WORDS * common_repeats
         words = rng.sample(self.vocabulary, COMMON_WORDS + math.ceil(rare_entries / rare_repeats))
@@ -119,7 +119,7 @@ class CommonWordsTask:
         )
 
     def _repeats(self, size: int) -> tuple[int, int]:
-        """How often a common and a rare word occur: ten to one, and 30 to 3 as in the paper where the list is long.
+        """Return how often a common and a rare word occur: ten to one, and 30 to 3 as in the paper if the list is long.
 
         As many rare words as common ones stay in a list that is too short for that. A list that would use up the
         vocabulary repeats all words more often.
@@ -130,7 +130,7 @@ class CommonWordsTask:
 
 
 def distinct_names(rng: random.Random, count: int) -> list[str]:
-    """`count` different names of capital letters."""
+    """Return `count` different names of capital letters."""
     names: dict[str, None] = {}
     while len(names) < count:
         names["".join(rng.choices(string.ascii_uppercase, k=NAME_LENGTH))] = None
@@ -138,7 +138,7 @@ def distinct_names(rng: random.Random, count: int) -> list[str]:
 
 
 def vocabulary_of(text: str) -> list[str]:
-    """The different lower-case words of 4 to 9 letters in a text, sorted."""
+    """Return the different lower-case words of 4 to 9 letters in a text, sorted."""
     return sorted(set(re.findall(r"\b[a-z]{4,9}\b", text)))
 
 
