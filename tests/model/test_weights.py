@@ -217,6 +217,8 @@ def _load_under_zero3(rank: int, world_size: int, folder: Path, cases: list[str]
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     compile_nothing_on_cpu()
+    whole = {case: dict(tiny_llama(**settings).named_parameters()) for case, (_, settings) in WHOLE.items()}
+    # From here on every model that is built is split over the ranks.
     keep = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
     found = {}
     try:
@@ -226,7 +228,7 @@ def _load_under_zero3(rank: int, world_size: int, folder: Path, cases: list[str]
             except ValueError as error:
                 found[case] = str(error)
                 continue
-            expected = dict(tiny_llama(**WHOLE[case][1]).named_parameters())
+            expected = whole[case]
             with deepspeed.zero.GatheredParameters(list(model.parameters())):
                 wrong = [key for key, value in model.named_parameters() if not torch.equal(value, expected[key])]
             found[case] = ", ".join(wrong)
