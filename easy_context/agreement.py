@@ -44,7 +44,7 @@ def check_together(check: Callable[[], Facts], group: dist.ProcessGroup | None, 
         raise ValueError(_message(problem, facts, group, differ)) from cause
 
 
-def _message(problem: str | None, facts: Facts, group: dist.ProcessGroup, differ: str) -> str:
+def _message(problem: str | None, facts: Facts, group: dist.ProcessGroup | None, differ: str) -> str:
     """The same text on every rank: the first rank's problem, or which facts differ and how."""
     reports: list = [None] * group_size(group)
     dist.all_gather_object(reports, (problem, facts), group=group)

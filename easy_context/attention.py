@@ -7,7 +7,7 @@ import torch
 
 from .kernels import AttentionMask
 from .kernels.base import AttentionKernel
-from .memory.layer_run import current_layer_run
+from .memory.layer_run import LayerRun, current_layer_run
 from .modes.base import ParallelMode
 
 
@@ -29,17 +29,17 @@ class AttentionSettings:
 class _SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, settings: AttentionSettings):
-        run = current_layer_run()
-        kept = None if run is None else run.attention
-        if kept is not None and run.recomputing:
-            out, *residuals = kept.pop(0)
+        run = current_layer_run() or LayerRun()
+        if run.attention is not None and run.recomputing:
+            results = run.attention.pop(0)
         else:
             out, residuals = settings.mode.forward(q, k, v, **settings.options)
-            if kept is not None:
-                kept.append((out, *residuals))
-        ctx.save_for_backward(q, k, v, out, *residuals)
+            results = (out, *residuals)
+            if run.attention is not None:
+                run.attention.append(results)
+        ctx.save_for_backward(q, k, v, *results)
         ctx.settings = settings
-        return out.view_as(out)  # autograd marks what is returned; the kept tensor stays as it is
+        return results[0].view_as(results[0])  # autograd marks what is returned; the kept tensor stays as it is
 
     @staticmethod
     def backward(ctx, dout):

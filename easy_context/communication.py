@@ -16,8 +16,11 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a tensor must lie for the collectives of `group`: this process's CUDA device under NCCL, else the CPU."""
+def communication_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a tensor must lie for the collectives of `group`, or of the default group if it is None.
+
+    That is this process's CUDA device under NCCL, else the CPU.
+    """
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -92,7 +92,7 @@ def rebind(
     return restore
 
 
-def _base_class(module: Any) -> type:
+def _base_class(module: Any) -> type[PreTrainedModel]:
     """Return the class from which all models of a family's modeling module derive."""
     return next(
         value

@@ -163,7 +163,7 @@ class _Groups:
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
         self._world: dist.ProcessGroup | None = None  # the world that the groups were made in
-        self._made: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, int], dist.ProcessGroup | None] = {}
 
     def find(self, size: int, stride: int) -> dist.ProcessGroup | None:
         """Return this rank's group of `size` ranks at a distance of `stride`; None without torch.distributed."""
@@ -215,7 +215,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _own_group(size: int, stride: int, timeout: timedelta | None) -> dist.ProcessGroup:
+def _own_group(size: int, stride: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
     """Make all groups of `size` ranks at a distance of `stride` and return this rank's; collective over all ranks."""
     check_together(
         lambda: {"ranks of a group": size, "distance between them": stride},

@@ -1,13 +1,19 @@
 """This rank's part of whole rows, as keyword arguments of the model."""
 
+from typing import cast
+
 import torch
 
-from .mesh import Mesh
+from .mesh import CurrentMesh, Mesh
 from .sequence_parallel import prepare_seq_parallel_inputs
 
 
 def shard_batch(
-    mode: str, input_ids: torch.Tensor, targets: torch.Tensor, mesh: Mesh, device: torch.device | str
+    mode: str,
+    input_ids: torch.Tensor,
+    targets: torch.Tensor,
+    mesh: CurrentMesh | Mesh,
+    device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
     """Return this rank's shard of a batch of whole rows, which `model(**shard, num_items_in_batch=n)` takes.
 
@@ -32,8 +38,9 @@ def shard_batch(
     local = prepare_seq_parallel_inputs(
         mode, input_ids, position_ids, targets, mesh.sequence_rank, mesh.sequence_size, device
     )
-    return {
+    shard = {
         "input_ids": local["local_input_ids"],
         "position_ids": local["local_position_ids"],
         "shift_labels": local["local_target_ids"],
     }
+    return cast(dict[str, torch.Tensor], shard)  # none is None, as there are targets

@@ -91,7 +91,7 @@ class OffloadedTensors:
     of the one before it.
     """
 
-    _host: _Host | None = None
+    _host: _Host  # on CUDA
     _buffers: list[torch.Tensor] | None = None  # until the tensors are fetched
     _fetched: list[torch.Tensor] | None = None  # between `start_fetch` and `fetch`
 
@@ -111,16 +111,17 @@ class OffloadedTensors:
         self._host.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._host.stream):
             for i, tensor in enumerate(tensors):
-                self._buffers.append(self._host.buffers[i].take(tensor.numel() * tensor.element_size()))
-                self._view(i).copy_(tensor, non_blocking=True)
+                buffer = self._host.buffers[i].take(tensor.numel() * tensor.element_size())
+                self._buffers.append(buffer)
+                self._view(buffer, i).copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._host.stream)  # its memory is not reused before the copy has read it
         self._previous = self._host.newest
         self._host.newest = weakref.ref(self)
 
-    def _view(self, i: int) -> torch.Tensor:
-        """The i-th buffer as the tensor that waits in it."""
+    def _view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        """Return a buffer as the i-th tensor, which waits in it."""
         shape, dtype = self._shapes[i]
-        return self._buffers[i][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def start_fetch(self) -> None:
         """Start copying back, if that has not begun."""
@@ -130,13 +131,13 @@ class OffloadedTensors:
         fetched = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes]
         self._host.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._host.stream):
-            for i, tensor in enumerate(fetched):
-                tensor.copy_(self._view(i), non_blocking=True)
+            for i, (tensor, buffer) in enumerate(zip(fetched, self._buffers, strict=True)):
+                tensor.copy_(self._view(buffer, i), non_blocking=True)
             self._ready = self._host.stream.record_event()
         self._fetched = fetched
 
     def fetch(self) -> list[torch.Tensor]:
-        """The tensors on their device again, once; starts the copy of the tensors that were put away before these."""
+        """Return the tensors on their device, once, and start the copy of those that were put away before them."""
         if self._kept is not None:
             return self._kept
         self.start_fetch()
@@ -145,6 +146,7 @@ class OffloadedTensors:
             previous.start_fetch()
         self._previous = None
         tensors = self._fetched
+        assert tensors is not None, "fetched before"
         self._finish()
         return tensors
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 PLACES = ("gpu", "cpu", "none")
 _PARTS = ("input", "attention", "projections")
@@ -93,7 +94,7 @@ def _parse_group(group: str, text: str) -> tuple[int | None, MemoryPlan]:
 def _parse_layer(entry: str, text: str) -> LayerPlan:
     if entry == "all":
         return KEEP_EVERYTHING
-    places = dict.fromkeys(_PARTS, "none")
+    places: dict[str, Any] = dict.fromkeys(_PARTS, "none")
     for word in entry.split("+") if entry != "nothing" else ():
         match = re.fullmatch(r"([a-z]+)(?:@(cpu|gpu))?", word)
         if match is None or places.get(match[1]) != "none":

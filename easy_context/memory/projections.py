@@ -13,7 +13,7 @@ from .layer_run import current_layer_run
 _LAST_OUTPUT_IS_ADDED = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def apply_known_projections(layer: torch.nn.Module, model_type: str) -> None:
+def apply_known_projections(layer: Any, model_type: str) -> None:
     """Let the linear layers of a decoder layer do what its `LayerRun` says.
 
     Where the run keeps projections, the first run records the outputs of all linear layers but the last, and the

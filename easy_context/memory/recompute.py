@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers.modeling_utils
 from torch.autograd.graph import get_gradient_edge
+from transformers import PreTrainedModel
 
 from .autocast import autocast_as_now
 from .layer_run import LayerRun, layer_run
@@ -26,7 +27,7 @@ _original_checkpoint: Callable | None = None
 _newest = threading.local()  # `layer`, `output`: the checkpointed layer that ran last, if the next one keeps no input
 
 
-def apply_memory_plan(model: torch.nn.Module, plan: MemoryPlan, *, mlp_tile_size: int = 0) -> torch.nn.Module:
+def apply_memory_plan(model: PreTrainedModel, plan: MemoryPlan, *, mlp_tile_size: int = 0) -> PreTrainedModel:
     """Make a Hugging Face decoder keep for its backward what `plan` says, and recompute the rest.
 
     Args:
@@ -175,8 +176,10 @@ class _FirstRun:
         moved += [keeps.projections == "cpu"] * len(run.projections or ())
         values = [*args, *recorded, *(run.projections or ())]
         self._moved = moved
-        self._values = [None if away else x for x, away in zip(values, moved, strict=True)]
-        self._offloaded = OffloadedTensors([x.detach() for x, away in zip(values, moved, strict=True) if away])
+        self._values: list[Any] = [None if away else x for x, away in zip(values, moved, strict=True)]
+        self._offloaded: OffloadedTensors | None = OffloadedTensors(
+            [x.detach() for x, away in zip(values, moved, strict=True) if away]
+        )
 
     def run_with_graph(self) -> tuple[list, Any]:
         """Run the layer again, once.
@@ -185,7 +188,7 @@ class _FirstRun:
             The arguments, as leaves of a new graph, and what the layer returns, whose values mean nothing.
         """
         args, attention, projections = self._fetch()
-        self._values = self._before = None
+        self._values, self._before = [], None
         args = [
             x.detach().requires_grad_(needs) if isinstance(x, torch.Tensor) else x
             for x, needs in zip(args, self._requires_grad, strict=True)

@@ -7,16 +7,20 @@ Sequence Training, arXiv 2506.13996, tiles likewise but runs the forward a third
 
 import types
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .autocast import autocast_as_now, autocast_dtype
 from .layer_run import LayerRun, current_layer_run, layer_run
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def apply_tiled_mlp(
-    model: torch.nn.Module, tile_size: int = 16384, layers: Iterable[torch.nn.Module] | None = None
-) -> torch.nn.Module:
+    model: "PreTrainedModel", tile_size: int = 16384, layers: Iterable[Any] | None = None
+) -> "PreTrainedModel":
     """Run the MLPs of decoder layers in tiles of the sequence.
 
     Args:
@@ -88,6 +92,6 @@ class _TiledMLP(torch.autograd.Function):
                 dhidden[:, rows] = grads.pop(0)
             for total, grad in zip(sums, grads, strict=True):
                 total += grad
-        sums = iter(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
-        dparameters = [next(sums) if needs else None for needs in ctx.needs_input_grad[3:]]
+        gradients = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
+        dparameters = [next(gradients) if needs else None for needs in ctx.needs_input_grad[3:]]
         return dhidden, None, None, *dparameters

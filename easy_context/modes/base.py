@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..kernels import AttentionMask, check_kernel, check_kernel_name, select_kernel
 from ..kernels.base import AttentionKernel
 from ..kernels.mask import Ranges
-from ..mesh import CurrentMesh, Mesh, Ranks, sequence_size
+from ..mesh import CurrentMesh, CurrentRanks, Mesh, Ranks, sequence_size
 
 Residuals = tuple[torch.Tensor, ...]
 
@@ -25,7 +26,7 @@ class ParallelMode:
     name: str
     splits_rows = True  # False: every rank has rows of its own
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks | CurrentRanks) -> None:
         """`ranks` are those that share a row."""
         self.ranks = ranks
 
@@ -176,14 +177,22 @@ class ParallelMode:
         kernel: AttentionKernel,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of this rank's q, k and v, in their dtype, summed over all ranks that used them."""
+        (lse,) = residuals
         if self._is_local:
-            return kernel.backward(dout, q, k, v, out, *residuals, scale, mask)
-        return self._backward(dout, q, k, v, out, *residuals, scale, mask, kernel)
+            return kernel.backward(dout, q, k, v, out, lse, scale, mask)
+        return self._backward(dout, q, k, v, out, lse, scale, mask, kernel)
 
     @property
     def _is_local(self) -> bool:
         """Whether this rank has the whole row, so that the kernel alone computes attention."""
         return not self.splits_rows or self.ranks.size == 1
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that share a row, where they are several."""
+        group = self.ranks.group
+        assert group is not None
+        return group
 
     def _forward(self, q, k, v, scale: float, mask: AttentionMask, kernel: AttentionKernel):
         raise NotImplementedError

@@ -79,7 +79,7 @@ class DistFlashAttention(ParallelMode):
         return size if size % 2 else 2 * size  # the shared step cuts a shard in halves
 
     def _forward(self, q, k, v, scale, mask, kernel):
-        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
+        rank, size, group = self.ranks.rank, self.ranks.size, self.group
         steps = schedule(rank, size, q.shape[1], mask)
         kv = torch.stack((k, v))
         arriving = _Inputs(steps[0], kv, (q,), None, group)
@@ -106,11 +106,12 @@ class DistFlashAttention(ParallelMode):
                 ours = q[:, helped.queries], lse[..., helped.queries]
                 buffers = [results.receive(_buffer(x), step.target) for x in ours]
             returning = step, buffers, results.start()
+        assert returning is not None  # there was at least one step
         _merge_returned(out, lse, *returning)
         return out.to(q.dtype), (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        rank, size, group = self.ranks.rank, self.ranks.size, self.ranks.group
+        rank, size, group = self.ranks.rank, self.ranks.size, self.group
         steps = schedule(rank, size, q.shape[1], mask)
         kv = torch.stack((k, v))
         queries = dout, q, out
@@ -149,6 +150,7 @@ class DistFlashAttention(ParallelMode):
                 like = q[:, other.queries] if step.has_helper else kv[:, :, other.keys]
                 received = results.receive(_buffer(like), step.target)
             returning = step, received, results.start()
+        assert returning is not None
         _add_returned(dq, dkv, *returning)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
@@ -159,16 +161,15 @@ class _Inputs:
     def __init__(self, step: Step, kv: torch.Tensor, queries: tuple[torch.Tensor, ...], lse, group) -> None:
         """Post the exchange: keys of `kv` `[2, b, s, kv_heads, d]` or tokens of `queries` go out, the like come in."""
         self._exchange = Exchange(group)
-        self._received = self.lse = None
+        self._received: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
         if theirs := step.target_block:
             if step.has_helper:
                 self._exchange.send(torch.stack([x[:, theirs.queries] for x in queries]), step.target)
             else:
                 self._exchange.send(kv[:, :, theirs.keys], step.target)
         if ours := step.block:
-            shape = kv[:, :, ours.keys].shape
-            if not step.is_owner:
-                shape = len(queries), *queries[0][:, ours.queries].shape
+            shape = kv[:, :, ours.keys].shape if step.is_owner else (len(queries), *queries[0][:, ours.queries].shape)
             self._received = self._exchange.receive(kv.new_empty(shape), step.source)
         if lse is not None and step.has_helper and theirs:
             self._exchange.send(lse[..., theirs.queries], step.target)
@@ -182,10 +183,12 @@ class _Inputs:
 
     @property
     def kv(self) -> torch.Tensor:
+        assert self._received is not None  # the step has a block
         return self._received
 
     @property
     def queries(self) -> torch.Tensor:
+        assert self._received is not None
         return self._received
 
 
@@ -196,17 +199,17 @@ def _buffer(like: torch.Tensor) -> torch.Tensor:
 
 def _merge_returned(out, lse, step: Step, buffers: list[torch.Tensor], exchange: Exchange) -> None:
     exchange.wait()
-    if buffers:
-        helped = step.target_block.queries
-        merge_block_(out[:, helped], lse[..., helped], *buffers)
+    if buffers and (block := step.target_block):
+        merge_block_(out[:, block.queries], lse[..., block.queries], *buffers)
 
 
 def _add_returned(dq, dkv, step: Step, received: torch.Tensor | None, exchange: Exchange) -> None:
     exchange.wait()
-    if received is None:
+    block = step.target_block
+    if received is None or block is None:
         return
     if step.has_helper:
-        dq[:, step.target_block.queries] += received
+        dq[:, block.queries] += received
     else:
         for total, part in zip(dkv, received, strict=True):
-            total[:, step.target_block.keys] += part
+            total[:, block.keys] += part

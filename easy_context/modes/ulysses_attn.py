@@ -24,11 +24,11 @@ class UlyssesAttention(ParallelMode):
     def _forward(self, q, k, v, scale, mask, kernel):
         check_query_heads(q.shape[2], self.ranks.size)
         k, v = repeat_heads((k, v), self.ranks.size)
-        out, lse = kernel.forward(*scatter_heads((q, k, v), self.ranks.group), scale, mask)
-        return gather_heads((out,), self.ranks.group)[0], (lse,)
+        out, lse = kernel.forward(*scatter_heads((q, k, v), self.group), scale, mask)
+        return gather_heads((out,), self.group)[0], (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        group, repeats = self.ranks.group, kv_repeats(k.shape[2], self.ranks.size)
+        group, repeats = self.group, kv_repeats(k.shape[2], self.ranks.size)
         k, v = repeat_heads((k, v), self.ranks.size)
         # Recomputed layers have q, k, v only as sequence shards, so they are sent again. Two messages, not one, because
         # what is sent is free again before the second one is put together.

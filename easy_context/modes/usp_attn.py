@@ -9,6 +9,7 @@ the all-to-all can stay inside a node, and only the ring, which hides behind com
 import logging
 import math
 import os
+from typing import Any
 
 from .base import ParallelMode
 from .ulysses_attn import UlyssesAttention
@@ -71,10 +72,11 @@ class UspAttention(ParallelMode):
 
     def _forward(self, q, k, v, scale, mask, kernel):
         self._check_query_heads(q.shape[2])
-        return self._ulysses.forward(q, k, v, scale=scale, mask=mask, kernel=_RingKernel(self._ring, kernel))
+        ring: Any = _RingKernel(self._ring, kernel)  # does all that Ulysses asks of a kernel
+        return self._ulysses.forward(q, k, v, scale=scale, mask=mask, kernel=ring)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        ring = _RingKernel(self._ring, kernel)
+        ring: Any = _RingKernel(self._ring, kernel)
         return self._ulysses.backward(dout, q, k, v, out, (lse,), scale=scale, mask=mask, kernel=ring)
 
     def _check_query_heads(self, heads: int) -> None:

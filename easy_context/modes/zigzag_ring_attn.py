@@ -72,6 +72,7 @@ class ZigzagRingAttention(ParallelMode):
             if step + 1 < size:
                 exchange.wait()
                 kv = next_kv
+        assert returning is not None  # there were at least two steps
         self._add_returned(dkv, *returning)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
@@ -85,19 +86,19 @@ class ZigzagRingAttention(ParallelMode):
 
     def _exchange_keys(
         self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, step: int, mask: AttentionMask
-    ) -> tuple[torch.Tensor | None, Exchange]:
+    ) -> tuple[torch.Tensor, Exchange]:
         """Post what brings the keys and values of `step`.
 
         In the ring `kv`, those of the step before, go on to the next rank. Documents leave few keys that another rank
         needs: these go straight to it.
 
         Returns:
-            the buffer that receives (None if nothing comes), and the started exchange to wait for.
+            the buffer that receives (empty if nothing comes), and the started exchange to wait for.
         """
         if mask.documents is None:
-            return ring_exchange(kv, self.ranks.group)
+            return ring_exchange(kv, self.group)
         rank, size, tokens = self.ranks.rank, self.ranks.size, k.shape[1]
-        exchange, received = Exchange(self.ranks.group), None
+        exchange, received = Exchange(self.group), kv.new_empty(0)
         if needed := self._block(rank + step, rank, tokens, mask):
             exchange.send(torch.stack([x[:, needed.keys] for x in (k, v)]), (rank + step) % size)
         if block := self._block(rank, rank - step, tokens, mask):
@@ -121,7 +122,7 @@ class ZigzagRingAttention(ParallelMode):
             the keys whose gradients come, the buffer that receives them (None if none come), and the exchange.
         """
         rank, size = self.ranks.rank, self.ranks.size
-        exchange = Exchange(self.ranks.group)
+        exchange = Exchange(self.group)
         if block_dkv is not None:
             exchange.send(torch.stack(block_dkv), (rank - step) % size)
         block = self._block(rank + step, rank, k.shape[1], mask)
