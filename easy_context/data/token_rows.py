@@ -169,7 +169,7 @@ def tokens_and_labels(row: Mapping[str, Any], where: str) -> tuple[Any, Any]:
 
 def refuse_ids(least: int | None, most: int | None, vocab_size: int, where: str, what: str = "token ids") -> None:
     """Raise ValueError if ids from `least` to `most` (None for no ids at all) leave the vocabulary."""
-    if least is not None and (least < 0 or most >= vocab_size):
+    if least is not None and most is not None and (least < 0 or most >= vocab_size):
         raise ValueError(
             f"{where} holds {what} from {least} to {most}, but the model's vocabulary has {vocab_size}: the rows "
             "were tokenised for another model"

@@ -80,7 +80,7 @@ def length_label(lengths: Sequence[float]) -> str:
     return "context length (tokens, K = 1024)" if binary else "context length (tokens)"
 
 
-def length_axis(axes, lengths: Sequence[int], limits: Limits) -> None:
+def length_axis(axes, lengths: Sequence[float], limits: Limits) -> None:
     """Make the x-axis one of context lengths.
 
     It is logarithmic if the lengths grow by factors, or span a large factor and are no round decimal numbers; ticks are

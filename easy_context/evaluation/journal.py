@@ -8,12 +8,14 @@ import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..common.files import write_whole
 
 if TYPE_CHECKING:
     from .scorer import Scorer
+
+Piece = TypeVar("Piece", bound=Hashable)
 
 
 class Journal:
@@ -32,7 +34,8 @@ class Journal:
             piece: what a record is about, for messages.
             flag: the flag that names the place of the file, for messages.
         """
-        self.path, self.finished, self._piece = path, {}, piece
+        self.path, self._piece = path, piece
+        self.finished: dict[Any, dict] = {}
         self._not_ours = f"{path} is not a file of this script; choose another {flag}"
         self._remedy = f"choose another {flag}, or start anew with --resume none"
         self._again = "the same command"
@@ -125,15 +128,15 @@ def _shown(settings: dict, key: str) -> str:
     return repr(settings[key]) if key in settings else "not recorded"
 
 
-def missing_pieces(scorer: "Scorer", pieces: Iterable[Hashable], journal: Journal) -> list:
+def missing_pieces(scorer: "Scorer", pieces: Iterable[Piece], journal: Journal) -> list[Piece]:
     """Return the keys of `pieces` that the first process's journal lacks, on every process."""
     finished = scorer.from_first_rank(set(journal.finished))
     return [piece for piece in pieces if piece not in finished]
 
 
 def run_pieces(
-    scorer: "Scorer", pieces: list, work: Callable[[Hashable], dict], journal: Journal
-) -> Iterator[list[Hashable]]:
+    scorer: "Scorer", pieces: list[Piece], work: Callable[[Piece], dict], journal: Journal
+) -> Iterator[list[Piece]]:
     """Do pieces, one in each data-parallel group at a time, and put their records into the journal.
 
     Args:
@@ -150,6 +153,6 @@ def run_pieces(
         together = pieces[first : first + groups]
         records = scorer.from_every_group(work(together[rank]) if rank < len(together) else None)
         if scorer.is_first_rank:
-            for record in records[: len(together)]:
+            for record in filter(None, records):
                 journal.add(record)
         yield together

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from ..common.errors import naming_flags
 from ..huggingface import SUPPORTED_MODELS
-from ..mesh import Mesh
+from ..mesh import CurrentMesh, Mesh
 from ..model.config import load_config, model_problems, set_rope_theta
 from ..model.weights import check_weights, load_whole
 from ..modes import find_mode
@@ -115,7 +116,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
         remove_seq_parallel_monkey_patch()
 
 
-def _apply_mode(config, args) -> tuple[str | None, Mesh]:
+def _apply_mode(config, args) -> tuple[str | None, CurrentMesh | Mesh]:
     """Patch the model family for the mode of the flags, or the default for this number of processes."""
     mode = _mode_of(config.model_type, args)
     if mode is None:
@@ -158,7 +159,7 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
     with naming_flags():
         size = find_mode(mode).sequence_size(args.sequence_parallel_size, _processes())
     device = _own_device()
-    problems = model_problems(
+    found = model_problems(
         name,
         config,
         mode=mode,
@@ -168,11 +169,11 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
         device=device,
         dtype=dtype_of(args, device),
     )
-    if problems := list(problems):
+    if problems := list(found):
         raise ValueError("\n".join(problems))
 
 
-def check_output_layer(model: torch.nn.Module, name: str) -> None:
+def check_output_layer(model: PreTrainedModel, name: str) -> None:
     """Raise ValueError unless the logits are the output embedding times the last hidden state."""
     head = model.get_output_embeddings()
     extras = [

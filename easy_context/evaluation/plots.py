@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pandas
@@ -20,7 +21,7 @@ FORMATS = tuple(plt.Figure().canvas.get_supported_filetypes())
 NO_LIMITS = Limits()
 _WIDEST_LEVEL_LABEL = 5  # characters that fit below a cell of a heatmap
 SMOOTHED_SHARE = 0.05  # of a run's steps, in the window of the smoothed loss
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.3,
     "axes.spines.top": False,
@@ -46,7 +47,7 @@ def draw_perplexity(curves: Sequence[Curve], output: str | Path, title: str = ""
     lengths = sorted({length for length, _ in visible})
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(7, 4.2))
-        colors: dict[int | None, list[str]] = {}
+        colors: dict[int | None, list[Any]] = {}
         for curve in curves:
             (line,) = axes.plot(*zip(*curve.points, strict=True), marker="o", markersize=4, label=curve.label)
             colors.setdefault(curve.trained_length, []).append(line.get_color())
@@ -138,7 +139,7 @@ def draw_loss(
         figure, axes = plt.subplots(figsize=(7, 4.2))
         for label, steps in runs:
             width = max(1, round(SMOOTHED_SHARE * len(steps)))
-            smooth = {} if width == 1 else {"alpha": 0.3, "label": None}
+            smooth: dict[str, Any] = {} if width == 1 else {"alpha": 0.3, "label": None}
             (line,) = axes.plot(steps["step"], steps["loss"], **{"label": label, **smooth})
             if width > 1:
                 mean = steps["loss"].rolling(width, min_periods=1).mean()

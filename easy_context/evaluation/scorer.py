@@ -6,15 +6,19 @@ Neither ever holds the logits of a whole row: losses go chunk by chunk, and answ
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from ..loss import IGNORE_INDEX, token_losses
-from ..mesh import Mesh
-from ..sequence_parallel import gather_seq_parallel_outputs, prepare_seq_parallel_inputs
+from ..mesh import CurrentMesh, Mesh
+from ..sequence_parallel import gather_seq_parallel_outputs
+from ..shards import shard_batch
 
 LOSS_CHUNK, SMALL_LOSS_CHUNK = 1024, 256  # positions whose logits exist at once
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -30,9 +34,9 @@ class Scorer:
         frugal: give cached memory back after every pass.
     """
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     mode: str | None
-    mesh: Mesh
+    mesh: CurrentMesh | Mesh
     device: torch.device
     loss_chunk: int = LOSS_CHUNK
     frugal: bool = False
@@ -76,23 +80,13 @@ class Scorer:
 
     def _hidden(self, input_ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states `[batch, seq / size, hidden]` and the targets of this rank's shard."""
-        position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         if self.mode is None:
-            input_ids, position_ids, targets = (x.to(self.device) for x in (input_ids, position_ids, targets))
+            shard = {"input_ids": input_ids.to(self.device), "shift_labels": targets.to(self.device)}
         else:
-            part = prepare_seq_parallel_inputs(
-                self.mode,
-                input_ids,
-                position_ids,
-                targets,
-                self.mesh.sequence_rank,
-                self.mesh.sequence_size,
-                self.device,
-            )
-            input_ids, position_ids = part["local_input_ids"], part["local_position_ids"]
-            targets = part["local_target_ids"]
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return output.last_hidden_state, targets
+            shard = shard_batch(self.mode, input_ids, targets, self.mesh, self.device)
+        local_targets = shard.pop("shift_labels")
+        output = self.model.base_model(**shard, use_cache=False)
+        return output.last_hidden_state, local_targets
 
     def _gather(self, local: torch.Tensor, length: int) -> torch.Tensor:
         if self.mode is not None:
@@ -114,15 +108,15 @@ class Scorer:
         else:
             yield weight
 
-    def from_every_group(self, value: object) -> list[object]:
+    def from_every_group(self, value: Value) -> list[Value]:
         """Return `value` of each data-parallel group, in their order, on every rank."""
         if not dist.is_initialized():
             return [value]
-        values: list[object] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values[:: self.mesh.sequence_size]
 
-    def from_first_rank(self, value: object) -> object:
+    def from_first_rank(self, value: Value) -> Value:
         """Return rank 0's `value` on every rank."""
         if not dist.is_initialized():
             return value

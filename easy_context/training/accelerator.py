@@ -35,7 +35,7 @@ def build_accelerator(args: Arguments) -> Any:
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    trackers = {"none": None, "all": ["wandb", "tensorboard"]}.get(args.report_to, args.report_to)
+    trackers: Any = {"none": None, "all": ["wandb", "tensorboard"]}.get(args.report_to or "none", args.report_to)
     group_options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT}
     with_deepspeed = launched_for_deepspeed()
     on_cpu = not torch.cuda.is_available()
@@ -165,7 +165,7 @@ def _clip_and_step(engine: Any, max_norm: float) -> None:
     engine.get_global_grad_norm = lambda: norm
 
 
-def step_if_finite(accelerator: Any, model: torch.nn.Module, optimizer: Any, max_norm: float) -> float | None:
+def step_if_finite(accelerator: Any, model: Any, optimizer: Any, max_norm: float) -> float | None:
     """Clip the gradients and make the optimizer step, at the end of an accumulation window, if their norm is finite.
 
     DeepSpeed has done the same inside backward. Gradients are zeroed, whether there was a step or not.

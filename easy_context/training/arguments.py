@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Flags may be spelled with dashes or underscores.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    group = parser
+    group: Any = parser
     for field in dataclasses.fields(Arguments):
         if field.name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[field.name])
@@ -186,7 +186,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _options(field: dataclasses.Field) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for a field."""
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    default: Any = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     options = {"default": default, **field.metadata["options"]}
     if field.type is bool:
         return options | {"action": "store_true"}

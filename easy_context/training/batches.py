@@ -18,7 +18,8 @@ class RowStream:
     """The rows of all epochs as one endless sequence, each epoch in its own seeded order."""
 
     def __init__(self, rows: TokenRows, seed: int) -> None:
-        self._rows, self._seed, self._epoch, self._order = rows, seed, -1, []
+        self._rows, self._seed, self._epoch = rows, seed, -1
+        self._order: list[int] = []
 
     def __getitem__(self, number: int) -> Row:
         """Return row `number`, counted from the start of training."""

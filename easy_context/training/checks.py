@@ -50,7 +50,8 @@ def find_problems(args: Arguments, world_size: int) -> tuple[list[str], Any, Any
     if config is not None and size is not None and not numbers:
         problems += _model_problems(args, config, size)
     rows, problem = _load_rows("--dataset", args.dataset, args, config)
-    eval_rows, eval_problem = None, []
+    eval_rows = None
+    eval_problem: list[str] = []
     if args.eval_dataset is not None:
         eval_rows, eval_problem = _load_rows("--eval-dataset", args.eval_dataset, args, config)
     return problems + problem + eval_problem, rows, eval_rows

@@ -111,10 +111,11 @@ def _settled(args: Arguments, written: dict[str, Any]) -> Iterator[tuple[str, An
 
 
 def _get(config: dict[str, Any], key: str) -> Any:
-    """The value at "section.key", None where there is none."""
+    """Return the value at "section.key", None where there is none."""
+    value: Any = config
     for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _set(config: dict[str, Any], key: str, value: Any) -> None:

@@ -141,8 +141,7 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Log one optimizer step; the trackers and the bar get every `--log-every`-th."""
         self.progress.finish_step()
-        if self._file is not None:
-            self._append(json.dumps(null_for_nan(record)) + "\n")
+        self._append(json.dumps(null_for_nan(record)) + "\n")
         report = record["step"] % self._log_every == 0 or "eval_loss" in record
         if report:
             self._bar.set_postfix_str(describe(record), refresh=False)
@@ -152,7 +151,9 @@ class MetricsLog:
             self._accelerator.log(values, step=record["step"])
 
     def _append(self, line: str) -> None:
-        """Write a line of the file; on a full disk, keep it until it can be written."""
+        """Write a line of the file, if this rank has it; on a full disk, keep the line until it can be written."""
+        if self._file is None:
+            return
         self._unwritten += line.encode()
         try:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]

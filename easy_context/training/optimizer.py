@@ -22,7 +22,8 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
         from accelerate.utils import DummyOptim
 
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=tuple(args.adam_betas))
+    first, second = args.adam_betas
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(first, second))
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class StepProgress:
 
     def watch_layers(self, model: torch.nn.Module) -> None:
         """Follow the layers of a decoder until the first step has been made."""
-        layers = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), [])
+        layers: Any = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), [])
         for number, layer in enumerate(layers, start=1) if self._enabled else ():
             entered = functools.partial(self._enter_layer, number, len(layers))
             # Not every version of Transformers calls the layer itself when checkpointing runs it again.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,17 @@ from ..mesh import CurrentMesh
 from ..patch import current_patch
 from ..shards import shard_batch
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # whose attributes a mixin before it has
+else:
+    _Trainer = object
+
 _COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 _ROWS_CHECKED = 16  # for columns that the Trainer removes although they say how a row is to be read
 Batch = dict[str, torch.Tensor]
 
 
-class SequenceParallelTrainerMixin:
+class SequenceParallelTrainerMixin(_Trainer):
     """Train, evaluate and log as `transformers.Trainer` does on one process, with every row split over ranks.
 
     `class LongTrainer(SequenceParallelTrainerMixin, Trainer): pass`, after `apply_seq_parallel_monkey_patch`, with a
@@ -37,6 +42,7 @@ class SequenceParallelTrainerMixin:
         ValueError: a model that the mode is not applied to, or an argument that cannot be honoured on split rows.
     """
 
+    _signature_columns: list[str]  # Trainer's
     loss_is_scaled_for_ga = True  # transformers that lack it conclude the same from the **kwargs of the model
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

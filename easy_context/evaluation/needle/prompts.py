@@ -8,6 +8,7 @@ import itertools
 import random
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -101,7 +102,8 @@ class PromptBuilder:
         room = length - parts.fixed
         passage = self.haystack.passage(self.haystack.random_start(random.Random(passage_seed)), room)
         placed = sorted(range(len(inserts)), key=lambda i: passage.place(example.inserts[i][0]))
-        pieces, places, done, position = [head], {}, 0, len(head)
+        pieces: list[Any] = [head]
+        places, done, position = {}, 0, len(head)
         for i in placed:
             place = passage.place(example.inserts[i][0])
             places[i] = position + place - done

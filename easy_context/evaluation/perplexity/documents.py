@@ -112,7 +112,7 @@ def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, in
     """
     from datasets import Dataset
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"input_ids": document.input_ids.tolist(), "tokenized_len": len(document.input_ids)} for document in documents
     ]
     Dataset.from_list(rows).save_to_disk(folder)

@@ -158,6 +158,7 @@ def cut_buffers(model: torch.nn.Module, optimizer: Any) -> Holdings:
 def cut_parameters(model: torch.nn.Module, zero: Any, rank: int) -> Holdings:
     """Return the holdings under ZeRO-3: the piece number `rank` of every parameter, padded to equal lengths."""
     pieces = {}
+    parameter: Any  # with DeepSpeed's attributes
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             buffer, offset, length = zero.grad_position[zero.get_param_id(parameter)]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from types import TracebackType
 from typing import Any
@@ -42,7 +43,8 @@ class Watch:
         self.interrupts, self._hang_timeout = interrupts, hang_timeout
         self._rank, self._size = 0, 1
         self._where, self._moves, self._patient = "starting", 0, True
-        self._error, self._exit_code, self._failure = "", 1, None
+        self._error, self._exit_code = "", 1
+        self._failure: str | None = None
         self._finished = threading.Event()
         self._thread: threading.Thread | None = None
         self._still, self._seen_moves, self._looked_at = 0.0, 0, 0.0
@@ -54,7 +56,8 @@ class Watch:
         self._rank, self._size = accelerator.process_index, accelerator.num_processes
         if self._size == 1 and not self._hang_timeout:
             return
-        listener, address = None, [None]
+        listener: Any = None
+        address: list[Any] = [None]
         if self._rank == 0:
             listener = Listener(("", 0), authkey=(key := secrets.token_bytes(16)), backlog=self._size)
             address = [(listener.address[1], key)]
@@ -86,7 +89,7 @@ class Watch:
                 self._failure, self._exit_code = "its message is above", error.code if error.code == 2 else 1
             else:
                 self._error = "".join(traceback.format_exception(kind, error, trace))
-                self._failure = f"{kind.__name__}: {first_line(error)}"
+                self._failure = f"{type(error).__name__}: {first_line(error)}"
             self._thread.join(3 * _SECONDS_TO_REPORT)  # it ends the process
         self._finished.set()
         self._thread.join(_SECONDS_TO_REPORT)
@@ -107,13 +110,13 @@ class Watch:
         """Hear all processes, on the first one, until it has finished or the run must end."""
         links: dict[Connection, int] = {}
         while len(links) < self._size - 1:
-            with contextlib.suppress(connections.AuthenticationError, OSError, EOFError):
+            with contextlib.suppress(AuthenticationError, OSError, EOFError):
                 link = listener.accept()
                 links[link] = link.recv()
         listener.close()
         judge, next_beat = Judge(self._size, self._hang_timeout), time.monotonic()
         while not self._finished.is_set():
-            for link in connections.wait(list(links), _BEAT):
+            for link in _ready(list(links), _BEAT):
                 try:
                     judge.hear(links[link], link.recv())
                 except (EOFError, OSError):
@@ -185,9 +188,16 @@ class Watch:
         speaks = not self._failure and (first_here if verdict.rank == 0 else self._rank == 0)
         text = f"\nthe run ends: {verdict.reason}\n" if speaks else ""
         if verdict.hang:
-            stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
+            main = threading.main_thread().ident or 0
+            stack = "".join(traceback.format_stack(sys._current_frames()[main]))
             text += f"rank {self._rank} is {self._where}:\n{stack}"
         return text
+
+
+def _ready(links: list[Connection], seconds: float) -> list[Connection]:
+    """Return the links that have something to read within so many seconds."""
+    ready = connections.wait(links, seconds)
+    return [link for link in links if link in ready]
 
 
 def _send_all(links: Any, message: Any) -> None:
@@ -199,7 +209,7 @@ def _send_all(links: Any, message: Any) -> None:
 def _wait_for_reports(links: list[Connection]) -> None:
     """Wait until each process has said all, or has gone."""
     waiting, deadline = list(links), time.monotonic() + _SECONDS_TO_REPORT
-    while waiting and (ready := connections.wait(waiting, max(0.0, deadline - time.monotonic()))):
+    while waiting and (ready := _ready(waiting, max(0.0, deadline - time.monotonic()))):
         for link in ready:
             try:
                 if link.recv() == _REPORTED:
