@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from .autocast import autocast_as_now
 from .layer_run import LayerRun, layer_run
 from .offload import OffloadedTensors, release_host_memory
-from .plan import LayerPlan, MemoryPlan, check_memory_plan
+from .plan import PLACES, LayerPlan, MemoryPlan, check_memory_plan
 from .projections import apply_known_projections
 from .tiled_mlp import apply_tiled_mlp
 
@@ -73,6 +73,8 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
         ValueError: an unknown `keep_attention`.
     """
     global _original_checkpoint
+    if keep_attention not in PLACES:
+        raise ValueError(f"keep_attention {keep_attention!r} is unknown; choose one of {', '.join(PLACES)}")
     keeps = LayerPlan(input="cpu" if offload else "gpu", attention=keep_attention)
     remove_unsloth_offloaded_gradient_checkpoint_monkey_patch()
     _original_checkpoint = transformers.modeling_utils.checkpoint

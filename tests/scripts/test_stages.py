@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from launching import REPOSITORY
+from launching import REPOSITORY, start_python
 
 from train_scripts.stages import Recipe, is_finished, run, words
 
@@ -115,8 +115,7 @@ def test_a_signal_reaches_the_command_and_the_script_waits_for_it(number, tmp_pa
     command = shell(CHILD.format(signal=number.name))
     program = f"""from train_scripts.stages import Recipe
 Recipe("recipe.sh", {str(tmp_path)!r}).stage("name", {command!r}, settings="A=1")"""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, start_new_session=True, **pipes)
+    process = start_python("-c", program)
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
     process.send_signal(number)
