@@ -28,8 +28,6 @@ class Machines:
     def __enter__(self) -> "Machines":
         for name in self.names:
             ip("netns", "add", name)
-            # The kernel gives up on a lost connection after seconds, not after a quarter of an hour.
-            ip("netns", "exec", name, "sysctl", "-w", "net.ipv4.tcp_retries2=3")
         ip(*f"link add cable0 netns {self.names[0]} type veth peer name cable1 netns {self.names[1]}".split())
         for index, name in enumerate(self.names):
             ip("-n", name, "address", "add", f"{self.addresses[index]}/24", "dev", f"cable{index}")
@@ -121,7 +119,7 @@ def test_two_machines_train_as_one_process_does_also_after_the_link_was_cut(mach
             process.terminate()
     assert all(process.returncode for process in running)
     assert "1 data-parallel x 4 sequence-parallel processes" in logs[0].read_text()
-    assert "Connection timed out" in said()
+    assert all("has not answered for" in log.read_text() for log in logs), said()
 
     steps = len(records(two)) + 2
     again = start("--max-train-steps", str(steps))
