@@ -58,7 +58,7 @@ class ZigzagAllGather(ZigzagRingAttention):
         kv = torch.stack((k, v))
         size = self.ranks.size
         shards = kv.new_empty(2 * size, *kv.shape[1:])
-        dist.all_gather_into_tensor(shards, kv, group=self.ranks.group)
+        dist.all_gather_into_tensor(shards, kv, group=self.group)
         return self.unshard(list(shards.chunk(size)), dim=2)
 
     def _sum_home(self, dkv: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ZigzagAllGather(ZigzagRingAttention):
         size = self.ranks.size
         shards = torch.cat([type(self)(Ranks(rank, size)).shard(dkv, dim=2) for rank in range(size)])
         mine = shards.new_empty(2, *shards.shape[1:])
-        dist.reduce_scatter_tensor(mine, shards, group=self.ranks.group)
+        dist.reduce_scatter_tensor(mine, shards, group=self.group)
         return mine
 
 

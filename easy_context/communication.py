@@ -82,7 +82,7 @@ def scatter_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
     """All-to-all from sequence shards to head shards (DeepSpeed Ulysses, arXiv 2309.14509), one message for all.
 
     Args:
-        tensors: each `[batch, seq / size, heads, head_dim]`, this rank's rows of the sequence, of one dtype; heads may
+        tensors: each `[batch, seq / size, heads, head_dim]`, this rank's tokens, of one dtype; heads may
             differ and are divisible by size.
 
     Returns:
@@ -103,7 +103,7 @@ def gather_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
 
 
 def _all_to_all(parts: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Exchange `[size, batch, rows, heads, head_dim]` tensors, joined along heads with a single copy of each."""
+    """Exchange `[size, batch, tokens, heads, head_dim]` tensors, joined along heads with a single copy of each."""
     if len(parts) == 1:
         sent = parts[0].contiguous()
     else:

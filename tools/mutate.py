@@ -40,6 +40,7 @@ TESTS = {
     "easy_context/modes/zigzag_ring_attn.py": "accumulation attention",
     "easy_context/modes/dist_flash_attn.py": "accumulation attention",
     "easy_context/modes/ulysses_attn.py": "accumulation attention",
+    "easy_context/modes/usp_attn.py": "accumulation attention",
     "easy_context/attention.py": "attention",
     "easy_context/communication.py": "communication accumulation",
     "easy_context/mesh.py": "mesh",

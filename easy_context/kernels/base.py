@@ -67,7 +67,7 @@ class AttentionKernel(ABC):
             ValueError: a causal mask with unequal lengths, documents of another batch, or a window that this kernel
                 cannot honour.
         """
-        q, k, v = _dense_rows(q, k, v)
+        q, k, v = _dense_vectors(q, k, v)
         if mask.documents is not None:
             return documents.forward(self, q, k, v, scale, mask)
         self._check(q, k, mask)
@@ -93,7 +93,7 @@ class AttentionKernel(ABC):
         `out` and `lse` may be merged over several blocks: the block's probabilities are exp(score - lse), so each block
         gives its share of the gradients of the whole attention.
         """
-        dout, q, k, v, out = _dense_rows(dout, q, k, v, out)
+        dout, q, k, v, out = _dense_vectors(dout, q, k, v, out)
         if mask.documents is not None:
             return documents.backward(self, dout, q, k, v, out, lse, scale, mask)
         self._check(q, k, mask)
@@ -176,7 +176,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _dense_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _dense_vectors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Backends take any strides but the last, which must be 1: some read other memory instead of complaining."""
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 

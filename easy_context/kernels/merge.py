@@ -32,13 +32,13 @@ def _merge_on_cuda(out, lse, block_out, block_lse) -> None:
     import triton
 
     batch, seq, heads, head_dim = out.shape
-    rows = 64
-    grid = (triton.cdiv(seq, rows), batch * heads)
+    tokens = 64
+    grid = (triton.cdiv(seq, tokens), batch * heads)
     strides = [stride for x in (out, block_out) for stride in x.stride()[:3]]
     strides += [stride for x in (lse, block_lse) for stride in x.stride()]
     with torch.cuda.device(out.device):
         _triton_kernel()[grid](
-            out, block_out, lse, block_lse, *strides, heads, seq, head_dim, triton.next_power_of_2(head_dim), rows
+            out, block_out, lse, block_lse, *strides, heads, seq, head_dim, triton.next_power_of_2(head_dim), tokens
         )
 
 

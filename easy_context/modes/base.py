@@ -189,9 +189,9 @@ class ParallelMode:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that share a row, where they are several."""
-        group = self.ranks.group
-        assert group is not None
+        """The process group of the ranks that share a row."""
+        if (group := self.ranks.group) is None:
+            raise RuntimeError(f"{self.name} without a process group can only split rows: build it on a CurrentMesh")
         return group
 
     def _forward(self, q, k, v, scale: float, mask: AttentionMask, kernel: AttentionKernel):

@@ -20,10 +20,10 @@ class LibraryUlysses(LibraryMode, UlyssesAttention):
     def _forward(self, q, k, v, scale, mask, kernel):
         check_query_heads(q.shape[2], self.ranks.size)
         out, lse = kernel.forward(*self._scatter_qkv(q, k, v), scale, mask)
-        return self._gather_heads(out, group=self.ranks.group), (lse,)
+        return self._gather_heads(out, group=self.group), (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
-        group, repeats = self.ranks.group, kv_repeats(k.shape[2], self.ranks.size)
+        group, repeats = self.group, kv_repeats(k.shape[2], self.ranks.size)
         dout, out = (self._scatter_heads(x, group=group) for x in (dout, out))
         grads = kernel.backward(dout, *self._scatter_qkv(q, k, v), out, lse, scale, mask)
         dq, *dkv = (self._gather_heads(grad, group=group) for grad in grads)
@@ -31,4 +31,4 @@ class LibraryUlysses(LibraryMode, UlyssesAttention):
 
     def _scatter_qkv(self, q, k, v) -> list[torch.Tensor]:
         k, v = repeat_heads((k, v), self.ranks.size)
-        return [self._scatter_heads(x, group=self.ranks.group) for x in (q, k, v)]
+        return [self._scatter_heads(x, group=self.group) for x in (q, k, v)]

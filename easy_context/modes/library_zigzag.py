@@ -19,11 +19,9 @@ class LibraryZigzag(LibraryMode, ZigzagRingAttention):
         if q.dtype == torch.float32:  # its sums would be the very buffers that the next block is written to
             raise ValueError("attn_engine library: ring-flash-attn's gradients are wrong in float32, use bfloat16")
         k, v = k.contiguous(), v.contiguous()
-        out, lse = self._ring.zigzag_ring_flash_attn_forward(self.ranks.group, q, k, v, softmax_scale=scale)
+        out, lse = self._ring.zigzag_ring_flash_attn_forward(self.group, q, k, v, softmax_scale=scale)
         return out, (lse,)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
         k, v, lse = (x.contiguous() for x in (k, v, lse))
-        return self._ring.zigzag_ring_flash_attn_backward(
-            self.ranks.group, dout, q, k, v, out, lse, softmax_scale=scale
-        )
+        return self._ring.zigzag_ring_flash_attn_backward(self.group, dout, q, k, v, out, lse, softmax_scale=scale)

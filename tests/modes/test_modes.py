@@ -231,6 +231,14 @@ def test_a_mask_that_a_split_row_cannot_honour_is_refused(pool):
     pool.run(refuse_other_masks, 2)
 
 
+@pytest.mark.parametrize("name", SPLITTING_MODES)
+def test_a_mode_without_a_process_group_only_splits_rows(name):
+    mode, x = splitting(name, 4), torch.zeros(1, 8, 4, 8)
+    kernel = select_kernel("reference", x.device, x.dtype, 8)
+    with pytest.raises(RuntimeError, match="without a process group can only split rows.*CurrentMesh"):
+        mode.forward(x, x, x, scale=1.0, mask=CAUSAL, kernel=kernel)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_data_parallel_is_the_local_kernel(pool, dtype):
     """Whatever the rank and the number of processes, each keeps the whole row."""
