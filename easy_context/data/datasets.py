@@ -47,7 +47,7 @@ def open_dataset(
         datasets.disable_progress_bars()  # rank 0 shows them
     parts = [part.name for part in saved_parts(Path(name))] if name else []
     if parts:
-        name, split = str(Path(name, _choose_split(parts, f"{flag} {name}", preferred, split))), None
+        name, split = str(Path(name, choose_split(parts, f"{flag} {name}", preferred, split))), None
     what, path = f"{flag} {name}", Path(name)
     saved = bool(name) and is_saved_dataset(path)
     if subset and (saved or path.is_file()):
@@ -63,7 +63,7 @@ def open_dataset(
             raise ValueError(f"{what} cannot be read as a dataset ({reason}): {_EXPECTED}") from error
         opened = {}
     if isinstance(opened, datasets.DatasetDict):
-        key = _choose_split(list(opened), what, preferred, split)
+        key = choose_split(list(opened), what, preferred, split)
         opened, what = opened[key], f"{what}, split {key},"
     elif split:
         raise ValueError(f"--split {split}: {what} has no splits; leave the flag out")
@@ -135,7 +135,12 @@ def _problem_of_line(line: bytes) -> str | None:
     return None if isinstance(value, dict) else f"is not a JSON object: {value!r:.60}"
 
 
-def _choose_split(splits: list[str], what: str, preferred: Sequence[str], split: str | None) -> str:
+def choose_split(splits: list[str], what: str, preferred: Sequence[str] = ("train",), split: str | None = None) -> str:
+    """Return `split`, else the first of the preferred splits that exists, else the only one.
+
+    Raises:
+        ValueError: there is none to return; the message begins with `what`.
+    """
     if split is not None:
         if split not in splits:
             raise ValueError(f"--split {split}: {what} has {', '.join(splits)}")

@@ -44,7 +44,7 @@ class Fact:
 
 
 # None has the form of a sentence, question or answer of `eval_needle.py`, which tells needles as "The ... of X is V":
-# a model trained on these has not seen the test. tests/data/test_training_forms.py compares them.
+# a model trained on these has not seen the test. tests/data/preparation/test_training_forms.py compares them.
 FACT_TEMPLATES = (
     FactTemplate(
         "It is written that {name} was given the {thing} {value}.",

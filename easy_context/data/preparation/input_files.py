@@ -4,52 +4,55 @@ from collections import Counter
 from pathlib import Path
 
 from ...common.files import OPENERS, format_suffix
-from .folders import MARK, is_own, is_own_file
+from ..datasets import choose_split, is_saved_dataset, saved_parts
+from .folders import is_own
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES
 ABOUT_THE_FOLDER = ("README.MD", "SOURCES.MD")
-OWN, SAVED = "of prepare_data.py", "of saved datasets"
+OWN, SAVED = "in folders of prepare_data.py", "of saved datasets"
 LINK, BROKEN_LINK, NO_SUFFIX = "links to folders", "broken links", "without a suffix"
 MOST_KINDS = 12
 
 
-def list_files(path: Path, flag: str = "--input") -> list[Path]:
-    """Return the files of a source in reading order; a dataset saved with `save_to_disk` is returned as its folder.
+def list_files(path: Path) -> list[Path]:
+    """Return the files of a source in reading order; for a dataset of `save_to_disk` the folder of its train split.
 
     Raises:
         FileNotFoundError: nothing at `path`.
-        ValueError: an unsupported file type, a folder without a supported file, or a saved dataset of several splits.
+        ValueError: an unsupported file type, a folder without a supported file, or a dataset without a train split.
     """
     supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
     if not path.exists():
-        raise FileNotFoundError(f"{flag}: {path} does not exist; give a file, a folder or hub:DATASET")
+        raise FileNotFoundError(f"{path} does not exist; give a file, a folder or hub:DATASET")
     if path.is_file():
         if format_suffix(path) not in SUFFIXES:
-            raise ValueError(f"{flag}: {path} has an unsupported file type; {supported}")
+            raise ValueError(f"{path} has an unsupported file type; {supported}")
         return [path]
-    if (path / "state.json").exists():
+    if is_saved_dataset(path):
         return [path]
-    if (path / "dataset_dict.json").exists():
-        raise ValueError(f"{flag}: {path} holds several splits; name the folder of one, such as {path}/train")
+    if _is_dataset(path):
+        return [path / choose_split([part.name for part in saved_parts(path)], str(path))]
     files, left_out = _sorted_out(path)
     if not files:
         found = f" (left out: {describe_files(left_out)})" if left_out else ""
-        raise ValueError(f"{flag}: no usable file below {path}{found}; {supported}")
+        raise ValueError(f"no usable file below {path}{found}; {supported}")
     return files
 
 
 def files_left_out(path: Path) -> dict[str, int]:
     """Return how many files of each kind below a folder are not read; nothing for a file or a saved dataset.
 
-    The kinds are suffixes, names such as .DS_Store and README.md, and some groups: the files of saved datasets, and of
-    prepare_data.py's own outputs.
+    The kinds are suffixes, names such as .DS_Store and README.md, and some groups: the files of saved datasets, and
+    those in folders of prepare_data.py.
     """
-    if not path.is_dir() or (path / "state.json").exists():
-        return {}
-    return dict(_sorted_out(path)[1].most_common())
+    return dict(_sorted_out(path)[1].most_common()) if path.is_dir() and not _is_dataset(path) else {}
+
+
+def _is_dataset(path: Path) -> bool:
+    return is_saved_dataset(path) or (path / "dataset_dict.json").exists()
 
 
 def describe_files(kinds: dict[str, int]) -> str:
@@ -60,33 +63,23 @@ def describe_files(kinds: dict[str, int]) -> str:
     return ", ".join(f"{kind} {number}" for kind, number in shown)
 
 
-def is_other_kind(kind: str) -> bool:
-    """Whether files of this kind are left out because nothing here reads them."""
-    return kind.upper() not in ABOUT_THE_FOLDER and kind not in (OWN, SAVED)
-
-
 def _sorted_out(folder: Path) -> tuple[list[Path], Counter[str]]:
-    paths = sorted(folder.rglob("*"))
-    own = [path.parent for path in paths if path.name in (MARK, "report.json") and is_own(path.parent)]
-    saved = {
-        path.parent for path in paths if path.name == "state.json" and (path.parent / "dataset_info.json").exists()
-    }
-    files, left_out = [], Counter()
-    for path in paths:
+    """Return the files below a folder that are read, and the numbers of those left out by kind."""
+    files: list[Path] = []
+    left_out: Counter[str] = Counter()
+    groups = {folder: OWN} if is_own(folder) else {}  # of each folder in which nothing is read
+    for path in sorted(folder.rglob("*")):
         if path.is_dir() and not path.is_symlink():
-            continue
-        if any(is_own_file(one, path) for one in own):
-            kind = OWN
-        elif path.parent in saved or path.name == "dataset_dict.json":
-            kind = SAVED
+            group = groups.get(path.parent) or (OWN if is_own(path) else SAVED if _is_dataset(path) else None)
+            groups |= {path: group} if group else {}
+        elif path.parent in groups:
+            left_out[groups[path.parent]] += 1
         elif path.name.upper() in ABOUT_THE_FOLDER:
-            kind = path.name
+            left_out[path.name] += 1
         elif path.is_file() and format_suffix(path) in SUFFIXES:
             files.append(path)
-            continue
         else:
-            kind = _other_kind(path)
-        left_out[kind] += 1
+            left_out[_other_kind(path)] += 1
     return files, left_out
 
 

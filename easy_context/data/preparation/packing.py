@@ -1,6 +1,7 @@
 """Plan rows of exactly `seq_length` tokens out of documents, cutting as few of them as can be."""
 
 import bisect
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +21,14 @@ class Segment:
 
 
 @dataclass
-class Plan:
+class PackedRows:
     """Rows of segments, each row of exactly `seq_length` tokens; `rest` holds the tokens that fill no row."""
 
     rows: list[list[Segment]]
     rest: list[Segment]
 
 
-def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator, shift_windows: bool = False) -> Plan:
+def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator, shift_cuts: bool = False) -> PackedRows:
     """Pack documents into full rows.
 
     Documents longer than a row give as many full rows as they hold; what is left over counts as a document. Then,
@@ -39,25 +40,26 @@ def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator, sh
         documents: segments that cover whole documents, the separator included.
         seq_length: tokens of a row.
         rng: decides among documents of one length, the order in a row and the order of rows.
-        shift_windows: start the full rows of a long document somewhere in its first part instead of at its start, so
+        shift_cuts: cut the full rows of a long document from somewhere in its first part instead of from its start, so
             that a further pass over the documents does not repeat its rows.
 
     Returns:
         Every token of `documents` once, in `rows` or (fewer than `seq_length`) in `rest`.
     """
-    rows, pieces = _full_windows(documents, seq_length, rng if shift_windows else None)
+    rows, pieces = _cut_into_rows(documents, seq_length, rng if shift_cuts else None)
     order = rng.permutation(len(pieces))
     pieces = sorted((pieces[index] for index in order), key=len, reverse=True)
     open_rows, filler = _place_whole(pieces, seq_length)
     open_rows = [[row[index] for index in rng.permutation(len(row))] for row in open_rows]
     poured, rest = _pour([filler[index] for index in rng.permutation(len(filler))], open_rows, seq_length)
     rows += poured
-    return Plan([rows[index] for index in rng.permutation(len(rows))], rest)
+    return PackedRows([rows[index] for index in rng.permutation(len(rows))], rest)
 
 
-def _full_windows(
+def _cut_into_rows(
     documents: list[Segment], seq_length: int, shift_rng: np.random.Generator | None
 ) -> tuple[list[list[Segment]], list[Segment]]:
+    """Return the full rows that long documents give, and the pieces of documents that are left."""
     rows, pieces = [], []
     for document in documents:
         start = document.start
@@ -74,7 +76,10 @@ def _full_windows(
 
 
 def _place_whole(pieces: list[Segment], seq_length: int) -> tuple[list[list[Segment]], list[Segment]]:
-    """Best-fit decreasing that never leaves more room than the remaining pieces and the filler can fill."""
+    """Return rows of whole pieces and the filler that is left, by best-fit decreasing.
+
+    A row is opened only while the remaining pieces and the filler can still fill all gaps.
+    """
     rows: list[list[Segment]] = []
     gaps: list[tuple[int, int]] = []  # (room, row) of every row with room, sorted
     room_left, unplaced = 0, sum(map(len, pieces))
@@ -101,7 +106,7 @@ def _place_whole(pieces: list[Segment], seq_length: int) -> tuple[list[list[Segm
 def _pour(
     filler: list[Segment], open_rows: list[list[Segment]], seq_length: int
 ) -> tuple[list[list[Segment]], list[Segment]]:
-    """Fill the open rows, then new ones, with `filler` in order; the last row may stay incomplete."""
+    """Return the open rows and further ones, filled with `filler` in order, and an incomplete last row."""
     rows = list(open_rows)
     targets = iter(open_rows)
     row = next(targets, None)
@@ -109,7 +114,7 @@ def _pour(
     for piece in filler:
         start = piece.start
         while start < piece.end:
-            while not room:
+            while row is None or not room:
                 row = next(targets, None)
                 if row is None:
                     row = []
@@ -121,3 +126,30 @@ def _pour(
             start = end
     rest = rows.pop() if row and room and rows and rows[-1] is row else []
     return rows, rest
+
+
+def first_tokens(segments: list[Segment], count: int | None) -> list[Segment]:
+    """Return the segments of the first `count` tokens of a row, all if None."""
+    if count is None:
+        return segments
+    kept = []
+    for segment in segments:
+        if count <= 0:
+            break
+        end = min(segment.end, segment.start + count)
+        kept.append(Segment(segment.source, segment.document, segment.start, end))
+        count -= len(segment)
+    return kept
+
+
+def count_tokens(rows: list[list[Segment]], documents: list[int]) -> list[np.ndarray]:
+    """Return for each source int64 `[documents]`, the tokens of each document in the rows, repetitions included.
+
+    Args:
+        rows: segments of each row.
+        documents: number of documents of each source.
+    """
+    tokens = [np.zeros(number, np.int64) for number in documents]
+    for segment in itertools.chain(*rows):
+        tokens[segment.source][segment.document] += len(segment)
+    return tokens

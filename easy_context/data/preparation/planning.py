@@ -1,20 +1,20 @@
-"""Decide which documents train, which validate, and in which rows they stand."""
+"""Decide which documents train, which validate, and which rows hold them."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from .corpus import Corpus
 from .packing import Segment, pack
 from .sampling import choose_validation, upsample_long_documents
 from .settings import Settings
-from .token_store import TokenStore
 
 VALIDATION, UPSAMPLING, PACKING, VALIDATION_PACKING, RETRIEVAL = range(5)  # purposes of random generators
 MOST_PASSES = 1000
 
 
 @dataclass
-class SplitPlan:
+class SplitRows:
     """Rows of one split, and what was done to its documents.
 
     Attributes:
@@ -30,14 +30,14 @@ class SplitPlan:
     passes: int = 1
 
 
-def plan_validation_documents(stores: list[TokenStore], settings: Settings) -> list[np.ndarray]:
+def plan_validation_documents(corpora: list[Corpus], settings: Settings) -> list[np.ndarray]:
     """Return for each source a bool `[documents]`, True where a document is held out.
 
     The choice depends on the seed and the documents only, so that it is the same at every row length.
     """
     return [
-        choose_validation(store.lengths, settings.validation_fraction, settings.random_generator(VALIDATION, number))
-        for number, store in enumerate(stores)
+        choose_validation(corpus.lengths, settings.validation_fraction, settings.random_generator(VALIDATION, number))
+        for number, corpus in enumerate(corpora)
     ]
 
 
@@ -46,75 +46,74 @@ def _whole_documents(source: int, lengths: np.ndarray, uses: np.ndarray) -> list
     return [Segment(source, document, 0, int(lengths[document])) for document in documents]
 
 
-def _tokens(stores: list[TokenStore], uses: list[np.ndarray]) -> np.ndarray:
-    """Return int64 `[sources]`, the tokens of documents used so often."""
-    return np.array([(store.lengths * use).sum() for store, use in zip(stores, uses, strict=True)], np.int64)
+def _tokens(corpora: list[Corpus], uses: list[np.ndarray]) -> np.ndarray:
+    """Return int64 `[sources]`, the tokens of all documents, each taken as often as `uses` says."""
+    return np.array([(corpus.lengths * use).sum() for corpus, use in zip(corpora, uses, strict=True)], np.int64)
 
 
-def _bad_records(stores: list[TokenStore]) -> str:
-    bad_records = [bad_record for store in stores for bad_record in store.bad_records()]
+def _bad_records(corpora: list[Corpus]) -> str:
+    bad_records = [record for corpus in corpora for record in corpus.bad_records]
     if not bad_records:
         return ""
-    first = "{location}: {problem}".format(**bad_records[0])
-    return f"; {len(bad_records)} records are bad, the first at {first}"
+    return f"; {len(bad_records)} records are bad, the first at " + "{location}: {problem}".format(**bad_records[0])
 
 
-def plan_train(stores: list[TokenStore], held_out: list[np.ndarray], settings: Settings) -> SplitPlan:
+def plan_train(corpora: list[Corpus], held_out: list[np.ndarray], settings: Settings) -> SplitRows:
     """Plan the train rows, in one pass or in as many as `train_tokens` needs.
 
     Raises:
         ValueError: the documents do not fill one row, or `train_tokens` needs over `MOST_PASSES` passes.
     """
-    source_tokens = _tokens(stores, [~held for held in held_out])
+    source_tokens = _tokens(corpora, [~held for held in held_out])
     tokens = int(source_tokens.sum())
-    if not tokens and any(store.problems for store in stores):
-        raise ValueError(f"--input: no record can be used{_bad_records(stores)}")
+    if not tokens and (bad_records := _bad_records(corpora)):
+        raise ValueError(f"--input: no record can be used{bad_records}")
     if settings.train_tokens is not None and settings.train_tokens > MOST_PASSES * tokens > 0:
         raise ValueError(
             f"--train-tokens {settings.train_tokens}: the documents for training hold {tokens} tokens and would be "
             f"repeated over {MOST_PASSES} times; ask for fewer or add text"
         )
     rows_wanted = None if settings.train_tokens is None else -(-settings.train_tokens // settings.seq_length)
-    plan = SplitPlan([], source_tokens, np.zeros_like(source_tokens), passes=0)
+    plan = SplitRows([], source_tokens, np.zeros_like(source_tokens), passes=0)
     while not plan.passes or (rows_wanted is not None and len(plan.rows) < rows_wanted):
         documents, all_uses = [], []
-        for number, store in enumerate(stores):
+        for number, corpus in enumerate(corpora):
             rng = settings.random_generator(UPSAMPLING, settings.seq_length, number)
             train = ~held_out[number]
-            uses = np.zeros(len(store.lengths), np.int64)
+            uses = np.zeros(len(corpus.lengths), np.int64)
             uses[train] = upsample_long_documents(
-                store.lengths[train], settings.long_from, settings.upsample_long, rng, plan.passes
+                corpus.lengths[train], settings.long_from, settings.upsample_long, rng, plan.passes
             )
             all_uses.append(uses)
-            documents += _whole_documents(number, store.lengths, uses)
+            documents += _whole_documents(number, corpus.lengths, uses)
         rng = settings.random_generator(PACKING, settings.seq_length, plan.passes)
-        packed = pack(documents, settings.seq_length, rng, shift_windows=plan.passes > 0)
-        plan.drawn_tokens += _tokens(stores, all_uses)
+        packed = pack(documents, settings.seq_length, rng, shift_cuts=plan.passes > 0)
+        plan.drawn_tokens += _tokens(corpora, all_uses)
         plan.passes += 1
         plan.rows += packed.rows
         if not plan.rows:
             raise ValueError(
                 f"--seq-length {settings.seq_length}: the {len(documents)} documents for training hold "
                 f"{plan.drawn_tokens.sum()} tokens, fewer than one row; shorten the rows or add text"
-                + _bad_records(stores)
+                + _bad_records(corpora)
             )
     plan.rows = plan.rows[:rows_wanted]
     return plan
 
 
 def plan_validation(
-    stores: list[TokenStore], held_out: list[np.ndarray], extra: list[TokenStore], settings: Settings
-) -> SplitPlan:
+    corpora: list[Corpus], held_out: list[np.ndarray], extra: list[Corpus], settings: Settings
+) -> SplitRows:
     """Plan the validation rows from the held-out documents and all documents of the validation inputs.
 
     What fills no row becomes a shorter last row, so that no held-out text is lost.
     """
-    uses = [mask.astype(np.int64) for mask in held_out] + [np.ones(len(store.lengths), np.int64) for store in extra]
+    uses = [mask.astype(np.int64) for mask in held_out] + [np.ones(len(corpus.lengths), np.int64) for corpus in extra]
     documents = [
         segment
-        for number, store in enumerate([*stores, *extra])
-        for segment in _whole_documents(number, store.lengths, uses[number])
+        for number, corpus in enumerate([*corpora, *extra])
+        for segment in _whole_documents(number, corpus.lengths, uses[number])
     ]
     packed = pack(documents, settings.seq_length, settings.random_generator(VALIDATION_PACKING))
-    tokens = _tokens([*stores, *extra], uses)
-    return SplitPlan(packed.rows + ([packed.rest] if packed.rest else []), tokens, tokens)
+    tokens = _tokens([*corpora, *extra], uses)
+    return SplitRows(packed.rows + ([packed.rest] if packed.rest else []), tokens, tokens)

@@ -6,42 +6,87 @@ from typing import Any
 
 import numpy as np
 
-from .input_files import describe_files, files_left_out, is_other_kind
-from .planning import SplitPlan
+from .corpus import Corpus
+from .input_files import describe_files, files_left_out
+from .packing import count_tokens
+from .planning import SplitRows
 from .settings import Settings
-from .token_store import TokenStore
-from .uses import Uses
 
 PERCENTILES = (0, 10, 50, 90, 100)
 WORTH_A_NOTE = 0.05  # tokens of a source drawn too many or too few, as a share of those it holds
 
 
-def _documents_by_fit(plan: SplitPlan, stores: list[TokenStore]) -> dict[str, int]:
+def build_report(
+    settings: Settings, corpora: list[Corpus], plans: dict[str, SplitRows], counts: dict[str, dict[str, int]]
+) -> dict[str, Any]:
+    """Collect settings, counts of each source and of each split.
+
+    Args:
+        settings: of the run.
+        corpora: of all sources, those for training first.
+        plans: of each split.
+        counts: of each split, what `write_rows` returned.
+    """
+    import datasets
+    import transformers
+
+    inputs = [*settings.sources, *settings.validation_sources]
+    tokens = {split: tokens_of_documents(plan, corpora) for split, plan in plans.items()}
+    total, train_total = (sum(int(part.sum()) for part in parts) for parts in (_lengths(corpora), tokens["train"]))
+    sources = [
+        {
+            "name": source.name,
+            "documents": len(corpus.lengths),
+            "tokens": int(corpus.lengths.sum()),
+            "share": round(float(corpus.lengths.sum()) / max(total, 1), 4),
+            "bad_records": len(corpus.bad_records),
+            "answers_not_learned": corpus.answers_left_out,
+            "files_left_out": {} if source.on_hub else files_left_out(Path(source.location)),
+            "length_percentiles": {
+                str(p): int(np.percentile(corpus.lengths, p)) for p in PERCENTILES if len(corpus.lengths)
+            },
+            "validation_documents": int((validation > 0).sum()),
+            "train_document_uses": int(np.ceil(train / corpus.lengths).sum()),
+            "train_tokens": int(train.sum()),
+            "train_share": round(float(train.sum()) / max(train_total, 1), 4),
+            "documents_used_more_than_once": int((train > corpus.lengths).sum()),
+        }
+        for source, corpus, train, validation in zip(
+            inputs, corpora, tokens["train"], tokens["validation"], strict=True
+        )
+    ]
+    splits = {
+        split: {
+            **counts[split],
+            **_documents_by_fit(plan, corpora),
+            "passes": plan.passes,
+            "tokens_left_out": int(plan.drawn_tokens.sum()) - sum(int(part.sum()) for part in tokens[split]),
+        }
+        for split, plan in plans.items()
+    }
+    return {
+        "sources": sources,
+        "splits": splits,
+        "notes": [note for source in sources for note in _source_notes(source)] + _notes(settings, plans, sources),
+        "settings": asdict(settings),
+        "versions": {"datasets": datasets.__version__, "transformers": transformers.__version__},
+    }
+
+
+def tokens_of_documents(plan: SplitRows, corpora: list[Corpus]) -> list[np.ndarray]:
+    """Return for each source int64 `[documents]`, the tokens of each document in the rows, repetitions included."""
+    return count_tokens(plan.rows, [len(corpus.lengths) for corpus in corpora])
+
+
+def _lengths(corpora: list[Corpus]) -> list[np.ndarray]:
+    return [corpus.lengths for corpus in corpora]
+
+
+def _documents_by_fit(plan: SplitRows, corpora: list[Corpus]) -> dict[str, int]:
     """Count uses of documents that lie whole in one row, and of those that go on in another row."""
     starts = [segment for row in plan.rows for segment in row if segment.start == 0]
-    whole = sum(segment.end == stores[segment.source].lengths[segment.document] for segment in starts)
+    whole = sum(segment.end == corpora[segment.source].lengths[segment.document] for segment in starts)
     return {"documents_whole": int(whole), "documents_cut": len(starts) - int(whole)}
-
-
-def _notes(settings: Settings, plans: dict[str, SplitPlan], uses: dict[str, list[Uses]]) -> list[str]:
-    """Say where the rows are not what the flags may lead to expect."""
-    notes = []
-    if settings.validation_fraction:
-        held = zip(settings.sources, uses["validation"], strict=False)  # behind these: the validation inputs
-        without = [source.name for source, use in held if not use.times.any()]
-        if without:
-            notes.append(
-                f"--validation-fraction {settings.validation_fraction} holds out nothing of {', '.join(without)}: a "
-                "source needs two documents; --document-start divides a text file, --validation-input adds text"
-            )
-    passes = plans["train"].passes
-    if passes > 1:
-        used = sum(int((use.times > 1).sum()) for use in uses["train"])
-        notes.append(
-            f"--train-tokens {settings.train_tokens} is more than one pass over the documents gives: {passes} passes, "
-            f"{used:,} documents are used more than once"
-        )
-    return notes + _upsampling_notes(settings, plans["train"])
 
 
 def _source_notes(source: dict[str, Any]) -> list[str]:
@@ -52,93 +97,39 @@ def _source_notes(source: dict[str, Any]) -> list[str]:
             f"{source['name']}: {source['answers_not_learned']:,} answers of earlier turns are not learned, because "
             "the chat template writes them otherwise once another turn follows"
         )
-    other = {kind: number for kind, number in source["files_left_out"].items() if is_other_kind(kind)}
-    if other:
-        notes.append(f"{source['name']}: {sum(other.values()):,} files of other kinds ignored: {describe_files(other)}")
-    rest = {kind: number for kind, number in source["files_left_out"].items() if not is_other_kind(kind)}
-    if rest:
-        notes.append(f"{source['name']}: {sum(rest.values()):,} files left out: {describe_files(rest)}")
+    if left_out := source["files_left_out"]:
+        notes.append(f"{source['name']}: {sum(left_out.values()):,} files are not read: {describe_files(left_out)}")
     return notes
 
 
-def _upsampling_notes(settings: Settings, plan: SplitPlan) -> list[str]:
+def _notes(settings: Settings, plans: dict[str, SplitRows], sources: list[dict[str, Any]]) -> list[str]:
+    """Say where the rows are not what the flags may lead to expect."""
     notes = []
-    for source, drawn, tokens in zip(
-        settings.sources, plan.drawn_tokens / plan.passes, plan.source_tokens, strict=True
-    ):
+    train = sources[: len(settings.sources)]
+    without = [source["name"] for source in train if not source["validation_documents"]]
+    if settings.validation_fraction and without:
+        notes.append(
+            f"--validation-fraction {settings.validation_fraction} holds out nothing of {', '.join(without)}: a source "
+            "needs two documents; --document-start divides a text file, --validation-input adds text"
+        )
+    plan = plans["train"]
+    if plan.passes > 1:
+        repeated = sum(source["documents_used_more_than_once"] for source in train)
+        notes.append(
+            f"--train-tokens {settings.train_tokens} is more than one pass over the documents gives: {plan.passes} "
+            f"passes, {repeated:,} documents are used more than once"
+        )
+    for source, drawn, tokens in zip(train, plan.drawn_tokens / plan.passes, plan.source_tokens, strict=True):
         if abs(drawn - tokens) > WORTH_A_NOTE * tokens:
             notes.append(
-                f"--upsample-long {settings.upsample_long:g} draws {drawn:,.0f} tokens a pass from {source.name}, "
-                f"which holds {tokens:,}: few documents make up much of it, and each is used whole or not at all; "
-                "over more passes (--train-tokens) this evens out"
+                f"--upsample-long {settings.upsample_long:g} draws {drawn:,.0f} tokens a pass from {source['name']}, "
+                f"which holds {tokens:,}, because documents are used whole; over more passes this evens out"
             )
     return notes
 
 
-def build_report(
-    settings: Settings,
-    stores: list[TokenStore],
-    plans: dict[str, SplitPlan],
-    uses: dict[str, list[Uses]],
-    counts: dict[str, dict[str, int]],
-) -> dict[str, Any]:
-    """Collect settings, counts of each source and of each split.
-
-    Args:
-        settings: of the run.
-        stores: of all sources, those for training first.
-        plans: of each split.
-        uses: of each split, what stands in its rows, by source.
-        counts: of each split, what `write_rows` returned.
-    """
-    import datasets
-    import transformers
-
-    inputs = [*settings.sources, *settings.validation_sources]
-    total = sum(int(store.lengths.sum()) for store in stores)
-    train_total = sum(int(use.tokens.sum()) for use in uses["train"])
-    sources = []
-    for number, (source, store) in enumerate(zip(inputs, stores, strict=True)):
-        lengths = store.lengths
-        used = uses["train"][number]
-        sources.append(
-            {
-                "name": source.name,
-                "documents": len(lengths),
-                "tokens": int(lengths.sum()),
-                "share": round(float(lengths.sum()) / max(total, 1), 4),
-                "bad_records": store.problems,
-                "answers_not_learned": store.answers_left_out,
-                "files_left_out": {} if source.on_hub else files_left_out(Path(source.location)),
-                "length_percentiles": {str(p): int(np.percentile(lengths, p)) for p in PERCENTILES if len(lengths)},
-                "validation_documents": int(uses["validation"][number].times.sum()),
-                "train_document_uses": int(used.times.sum()),
-                "train_tokens": int(used.tokens.sum()),
-                "train_share": round(float(used.tokens.sum()) / max(train_total, 1), 4),
-                "documents_used_more_than_once": int((used.times > 1).sum()),
-            }
-        )
-    splits = {
-        split: {
-            **counts[split],
-            **_documents_by_fit(plan, stores),
-            "passes": plan.passes,
-            "tokens_left_out": int(plan.drawn_tokens.sum()) - sum(int(use.tokens.sum()) for use in uses[split]),
-        }
-        for split, plan in plans.items()
-    }
-    versions = {"datasets": datasets.__version__, "transformers": transformers.__version__}
-    return {
-        "sources": sources,
-        "splits": splits,
-        "notes": [note for source in sources for note in _source_notes(source)] + _notes(settings, plans, uses),
-        "settings": asdict(settings),
-        "versions": versions,
-    }
-
-
 def length_edges(lengths: list[np.ndarray]) -> np.ndarray:
-    """Return powers of two as borders of ranges of lengths: from at or below the shortest to above the longest.
+    """Return powers of two that bound ranges of lengths, from at or below the shortest to above the longest.
 
     Args:
         lengths: int64 `[documents]` of each source, at least 1; a source may be empty.
@@ -148,8 +139,8 @@ def length_edges(lengths: list[np.ndarray]) -> np.ndarray:
     return 2.0 ** np.arange(np.floor(np.log2(shortest)), np.floor(np.log2(longest)) + 1.5)
 
 
-def draw_lengths(settings: Settings, stores: list[TokenStore], uses: list[Uses], path: Path) -> None:
-    """Draw, for each source, the tokens that stand in documents of each length: as read, and in the train rows.
+def draw_lengths(settings: Settings, corpora: list[Corpus], train: SplitRows, path: Path) -> None:
+    """Draw, for each source, the tokens in documents of each length: as read, and in the train rows.
 
     Bins double in length. Tokens, not documents, are counted, because the tail that matters for long context is
     invisible among the many short documents.
@@ -160,12 +151,13 @@ def draw_lengths(settings: Settings, stores: list[TokenStore], uses: list[Uses],
     columns = len(settings.sources)
     figure = Figure(figsize=(4.5 * columns + 1, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    edges = length_edges([store.lengths for store in stores])
+    edges = length_edges(_lengths(corpora))
+    tokens = tokens_of_documents(train, corpora)
     axes_row = figure.subplots(1, columns, squeeze=False)[0]
     for number, (source, axes) in enumerate(zip(settings.sources, axes_row, strict=True)):
-        lengths = stores[number].lengths
+        lengths = corpora[number].lengths
         read, _ = np.histogram(lengths, edges, weights=lengths / 1e6)
-        used, _ = np.histogram(lengths, edges, weights=uses[number].tokens / 1e6)
+        used, _ = np.histogram(lengths, edges, weights=tokens[number] / 1e6)
         axes.stairs(read, edges, fill=True, color="#c6d4e1", label="as read")
         axes.stairs(used, edges, color="#b3452c", linewidth=1.6, label="in the train rows")
         axes.axvline(settings.seq_length, color="black", linestyle=":", linewidth=1.2, label="row length")

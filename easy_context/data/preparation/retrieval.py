@@ -7,6 +7,7 @@ questions (a random number cannot be predicted), and only a share of the text, s
 over learned tokens.
 """
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,23 +47,18 @@ class RetrievalSettings:
     templates: tuple[FactTemplate, ...] = FACT_TEMPLATES
 
 
-def read_templates(path: str | None) -> tuple[FactTemplate, ...]:
-    """Return the templates of a JSON file, a list of {"statement", "question", "answer"}; None gives ours.
+def read_templates(path: str) -> tuple[FactTemplate, ...]:
+    """Read templates from a JSON file, a list of {"statement", "question", "answer"}; an argparse type.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a list of templates with the marks that they need.
+        argparse.ArgumentTypeError: no such file, or not a list of templates with the marks that they need.
     """
-    if path is None:
-        return FACT_TEMPLATES
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--retrieval-templates: {path} does not exist")
     try:
         templates = tuple(FactTemplate(**template) for template in json.loads(Path(path).read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--retrieval-templates {path}: {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
     if not templates:
-        raise ValueError(f"--retrieval-templates {path}: no template in it")
+        raise argparse.ArgumentTypeError(f"{path}: no template in it")
     return templates
 
 
@@ -76,7 +72,7 @@ class _Insert:
 
 
 class RetrievalWriter:
-    """Writes facts and questions into rows of one length.
+    """Write facts and questions into rows of one length.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -99,7 +95,7 @@ class RetrievalWriter:
         self._may_end_sentence = np.array([bool(token) and token.endswith(endings) for token in tokens])
 
     def takes(self, index: int) -> bool:
-        """Whether train row `index` becomes a retrieval row: evenly spread, in exactly the share asked for."""
+        """Return whether train row `index` becomes a retrieval row: evenly spread, in exactly the share asked for."""
         fraction = self.settings.fraction
         return int((index + 1) * fraction + 1e-9) > int(index * fraction + 1e-9)
 
@@ -138,17 +134,15 @@ class RetrievalWriter:
         """Tokenise the statement and the question with its answer, as text between text; each is (ids, learn)."""
         start = len(fact.question)
         answer = Span(start, start + len(fact.answer))
-        pairs = (
-            self.encoder.encode(fact.statement, continues=True),
-            self.encoder.encode(fact.question + fact.answer + fact.after, [answer], continues=True),
-        )
-        return tuple((np.array(ids, np.int32), learn) for ids, learn in pairs)
+        told, nothing = self.encoder.encode(fact.statement, continues=True)
+        asked, learn = self.encoder.encode(fact.question + fact.answer + fact.after, [answer], continues=True)
+        return (np.array(told, np.int32), nothing), (np.array(asked, np.int32), learn)
 
     def _place(self, rng: np.random.Generator, text: np.ndarray, encoded: list) -> list[_Insert]:
-        """Give every fact a random place at the end of a sentence, and its question one behind it.
+        """Give every fact the end of a random sentence, and its question the end of a later one.
 
-        One fact stands before all text, where random places almost never fall and looking back is hardest. Only the BOS
-        token comes before it, as in every text.
+        One fact comes before all text, where random places almost never fall and looking back is hardest. Only the BOS
+        token precedes it, as in every text.
         """
         start = int(len(text) > 0 and text[0] == self.tokenizer.bos_token_id)
         ends = np.flatnonzero(self._may_end_sentence[text]) + 1

@@ -66,9 +66,10 @@ def upsample_long_documents(
 def _uses_in_pass(lengths: np.ndarray, rate: float, rng: np.random.Generator, number: int) -> np.ndarray:
     """Return how often each document is met in one pass that takes `rate` of all tokens.
 
-    The documents lie in random order on a circle, as long as they are. From a random start every pass walks on over
-    `rate` of a turn, and uses a document whenever it crosses one random point in it. So a document is used `rate` times
-    in expectation (systematic sampling), and over all passes no document is used two times more than another.
+    Place the documents in random order around a circle, each taking an arc proportional to its length. From a random
+    start every pass walks on by `rate` of a turn, and uses a document whenever it crosses one random point of its arc.
+    So a document is used `rate` times in expectation (systematic sampling), and over all passes no document is used two
+    times more than another.
     """
     order = rng.permutation(len(lengths))
     points = np.empty(len(lengths))

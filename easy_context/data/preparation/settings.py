@@ -12,7 +12,7 @@ from .input_files import list_files
 from .retrieval import RetrievalSettings
 from .sources import Source
 
-TOKENS_VERSION = 3  # raised where the same records give other tokens or labels, so that old ones are not taken
+TOKENS_VERSION = 4  # raised where the same records give other tokens or labels, so that old ones are not taken
 
 
 @dataclass(frozen=True)

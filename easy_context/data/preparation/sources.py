@@ -1,5 +1,6 @@
 """Read records, one at a time, from text, JSONL and parquet files, saved datasets and the hub."""
 
+import argparse
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -8,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...common.files import format_suffix, open_unpacked
+from ..datasets import open_dataset
 from .input_files import JSON_SUFFIXES, TEXT_SUFFIXES, list_files
 
 HUB_PREFIX = "hub:"
-BATCH_ROWS, BATCH_BYTES = 256, 1 << 24  # most rows, and bytes of them, that are read of a table at once
+BATCH_ROWS = 16  # of a table that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,27 @@ class Record:
     problem: str | None = None
 
 
-def parse_source(text: str, flag: str = "--input") -> Source:
-    """Read `PATH`, `NAME=PATH` or `[NAME=]hub:DATASET[:CONFIG[:SPLIT]]`.
+def parse_source(text: str) -> Source:
+    """Read `PATH`, `NAME=PATH` or `[NAME=]hub:DATASET[:CONFIG[:SPLIT]]`; an argparse type.
 
     Raises:
-        FileNotFoundError: the path does not exist.
-        ValueError: no path or dataset in it, a file whose type is not supported, or a folder without a usable file; the
-            message names `flag`.
+        argparse.ArgumentTypeError: the path does not exist or has no usable file, or no path or dataset is given.
     """
     name, sign, location = text.partition("=")
     if not sign or not re.fullmatch(r"[\w.-]+", name) or Path(text).exists():
         name, location = "", text
     if not location.strip():
-        raise ValueError(f"{flag} {text!r}: no path in it; give a file, a folder or {HUB_PREFIX}DATASET")
+        raise argparse.ArgumentTypeError(f"no path in {text!r}; give a file, a folder or {HUB_PREFIX}DATASET")
     if location.startswith(HUB_PREFIX) and not re.fullmatch(
         r"[\w./-]+(:[^:]*){0,2}", location.removeprefix(HUB_PREFIX)
     ):
-        raise ValueError(f"{flag} {text!r}: give {HUB_PREFIX}DATASET[:CONFIG[:SPLIT]]")
+        raise argparse.ArgumentTypeError(f"{text!r}: give {HUB_PREFIX}DATASET[:CONFIG[:SPLIT]]")
     source = Source(name or _default_name(location), location)
     if not source.on_hub:
-        list_files(Path(location), flag)
+        try:
+            list_files(Path(location))
+        except (ValueError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     return source
 
 
@@ -76,8 +79,7 @@ def read_source(
         source: what to read.
         document_start: regular expression; in text files a document begins at each line it matches. Without it a text
             file is one document.
-        fields: what is read of parquet files and saved datasets, where there may be many columns; the others are None
-            in the records. None: all.
+        fields: those that are read of JSON, parquet and saved datasets; the others are None in the records. None: all.
         text_field: the field in which the records of text files have their text.
 
     Raises:
@@ -108,7 +110,7 @@ def _read_path(
     if format_suffix(path) in TEXT_SUFFIXES:
         return _read_text(path, document_start, text_field)
     if format_suffix(path) in JSON_SUFFIXES:
-        return _read_json_lines(path)
+        return _read_json(path, fields)
     return _read_parquet(path, fields)
 
 
@@ -133,23 +135,34 @@ def _text_record(location: str, lines: list[bytes], text_field: str) -> Record:
     return Record(location, {text_field: text})
 
 
-def _read_json_lines(path: Path) -> Iterator[Record]:
+def _read_json(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
+    """Yield a record for each line, or for each element of a .json file that is one list."""
     with open_unpacked(path) as file:
+        if format_suffix(path) == ".json" and file.read(1) == b"[":
+            file.seek(0)
+            for number, data in enumerate(json.load(file), start=1):
+                yield _object_record(f"{path}:{number}", data, fields)
+            return
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _json_record(f"{path}:{number}", line)
+                yield _json_record(f"{path}:{number}", line, fields)
 
 
-def _json_record(location: str, line: bytes) -> Record:
+def _json_record(location: str, line: bytes, fields: Collection[str] | None) -> Record:
     try:
         data = json.loads(line)
     except ValueError as error:  # also a line that is not UTF-8
         return Record(location, None, f"not JSON: {error}")
     except RecursionError:
         return Record(location, None, "nested too deep")
+    return _object_record(location, data, fields)
+
+
+def _object_record(location: str, data: Any, fields: Collection[str] | None) -> Record:
     if not isinstance(data, dict):
         return Record(location, None, f"a JSON object is needed, this is a {type(data).__name__}")
-    return Record(location, data)
+    return Record(location, {name: value if fields is None or name in fields else None for name, value in data.items()})
 
 
 def _read_parquet(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
@@ -157,24 +170,11 @@ def _read_parquet(path: Path, fields: Collection[str] | None) -> Iterator[Record
 
     with pyarrow.parquet.ParquetFile(path) as file:
         columns = _columns(file.schema_arrow.names, fields)
-        batches = file.iter_batches(_batch_rows(file.metadata, columns), columns=columns)
-        yield from _table_records(path, batches, file.schema_arrow.names)
-
-
-def _batch_rows(metadata: Any, columns: list[str]) -> int:
-    """Return how many rows of a parquet file hold about `BATCH_BYTES`, by the fullest of its row groups."""
-    rows = BATCH_ROWS
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        chunks = map(group.column, range(group.num_columns))
-        size = sum(x.total_uncompressed_size for x in chunks if x.path_in_schema.partition(".")[0] in columns)
-        rows = min(rows, BATCH_BYTES * group.num_rows // max(size, 1))
-    return max(rows, 1)
+        yield from _table_records(path, file.iter_batches(BATCH_ROWS, columns=columns), file.schema_arrow.names)
 
 
 def _read_saved_dataset(path: Path, fields: Collection[str] | None) -> Iterator[Record]:
-    from datasets import load_from_disk
-
-    dataset = load_from_disk(str(path)).with_format("arrow")
+    dataset = open_dataset(str(path), "--input").with_format("arrow")
     columns = _columns(dataset.column_names, fields)
     yield from _table_records(path, dataset.select_columns(columns).iter(BATCH_ROWS), dataset.column_names)
 

@@ -1,6 +1,6 @@
 """Tokenise a record: plain text, a prompt/response pair or chat messages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,20 @@ class TokenisedDocument:
 
     Attributes:
         location: file and line (or row) of the record.
-        ids: uint32 `[tokens]`, with the separator at the end.
+        ids: int32 `[tokens]`, with the separator at the end; none where there is a problem.
         learn: bool `[tokens]`, False where the label is −100; None where every token is learned.
         answers_left_out: answers of a chat that are not learned, because its template rewrites earlier turns.
     """
 
     location: str
-    ids: np.ndarray | None = None
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     learn: np.ndarray | None = None
     problem: str | None = None
     answers_left_out: int = 0
+
+    def marked_ids(self) -> np.ndarray:
+        """Return the ids int32 `[tokens]`, inverted (~id) where the token is not learned."""
+        return self.ids if self.learn is None else np.where(self.learn, self.ids, ~self.ids)
 
 
 class DocumentTokenizer:
@@ -61,14 +65,14 @@ class DocumentTokenizer:
         if record.data is None:
             return TokenisedDocument(record.location, problem=record.problem)
         try:
-            return self._tokenise(record)
+            return self._tokenise(record.location, record.data)
         except ValueError as error:
             return TokenisedDocument(record.location, problem=str(error))
         except Exception as error:  # each tokenizer and chat template has errors of its own
             return TokenisedDocument(record.location, problem=f"{type(error).__name__}: {error}")
 
-    def _tokenise(self, record: Record) -> TokenisedDocument:
-        kind, data, left_out = self._kind(record.data), record.data, 0
+    def _tokenise(self, location: str, data: dict[str, Any]) -> TokenisedDocument:
+        kind, left_out = self._kind(data), 0
         if kind == "chat":
             chat = chats.render_chat(self.tokenizer, data)
             text, spans, left_out = chat.text, chat.answers, chat.left_out
@@ -82,11 +86,11 @@ class DocumentTokenizer:
         start = [] if kind == "chat" or ids[:1] == self.start_ids else self.start_ids
         # A chat has ended already, in its template's own way; a response ends with the separator.
         end, end_is_learned = ([], []) if self._has_ended(ids) else ([self.separator_id], [kind == "pair"])
-        ids = np.concatenate([start, ids, end]).astype(np.uint32)
+        ids = np.concatenate([start, ids, end]).astype(np.int32)
         if kind == "text":
-            return TokenisedDocument(record.location, ids)
+            return TokenisedDocument(location, ids)
         learn = np.concatenate([[False] * len(start), learn, end_is_learned]).astype(bool)
-        return TokenisedDocument(record.location, ids, learn, answers_left_out=left_out)
+        return TokenisedDocument(location, ids, learn, answers_left_out=left_out)
 
     def _has_ended(self, ids: list[int]) -> bool:
         """Whether the last token is the separator, white space behind it aside."""

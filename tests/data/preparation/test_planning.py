@@ -14,23 +14,23 @@ from easy_context.data.preparation.sources import Source
 SEQ_LENGTH = 100
 
 
-def stores_of(*lengths):
-    return [SimpleNamespace(lengths=np.array(x), problems=0, bad_records=lambda: iter(())) for x in lengths]
+def corpora_of(*lengths):
+    return [SimpleNamespace(lengths=np.array(x), bad_records=[]) for x in lengths]
 
 
-def settings_of(stores, **options):
-    sources = [Source(str(number), "") for number in range(len(stores))]
+def settings_of(corpora, **options):
+    sources = [Source(str(number), "") for number in range(len(corpora))]
     return Settings(sources, "tokenizer", SEQ_LENGTH, **options)
 
 
-def plan_of(stores, **options):
-    held_out = [np.zeros(len(store.lengths), bool) for store in stores]
-    return plan_train(stores, held_out, settings_of(stores, **options))
+def plan_of(corpora, **options):
+    held_out = [np.zeros(len(corpus.lengths), bool) for corpus in corpora]
+    return plan_train(corpora, held_out, settings_of(corpora, **options))
 
 
-def times_of(rows, store, source=0):
-    """How often each token of a source's documents stands in rows; a list of int arrays."""
-    times = [np.zeros(length, int) for length in store.lengths]
+def times_of(rows, corpus, source=0):
+    """Return how often each token of a source's documents is in rows, a list of int arrays."""
+    times = [np.zeros(length, int) for length in corpus.lengths]
     for row in rows:
         for segment in row:
             if segment.source == source:
@@ -50,39 +50,39 @@ def mean_place(values):
 @pytest.mark.parametrize("seed", range(5))
 def test_passes_with_upsampling_go_on_where_the_one_before_stopped(seed):
     rng = np.random.default_rng(seed)
-    stores = stores_of(rng.integers(20, 900, 30), rng.integers(30, 60, 200))
+    corpora = corpora_of(rng.integers(20, 900, 30), rng.integers(30, 60, 200))
     options = {"upsample_long": 4.0, "long_from": 300, "train_tokens": 25 * 25_000, "seed": seed}
-    plan = plan_of(stores, **options)
+    plan = plan_of(corpora, **options)
     assert plan.passes > 20
-    for number, store in enumerate(stores):
-        long = store.lengths >= 300
-        bound = 2 * sum(group.max(initial=0) for group in (store.lengths[long], store.lengths[~long]))
-        assert abs(plan.drawn_tokens[number] - plan.passes * store.lengths.sum()) <= bound
+    for number, corpus in enumerate(corpora):
+        long = corpus.lengths >= 300
+        bound = 2 * sum(group.max(initial=0) for group in (corpus.lengths[long], corpus.lengths[~long]))
+        assert abs(plan.drawn_tokens[number] - plan.passes * corpus.lengths.sum()) <= bound
     # In the rows: all documents of a group as often as each other, but for what fills no row at the end of a pass.
-    store = stores[0]
-    long = store.lengths >= 300
-    times = np.array([of_document.max() for of_document in times_of(plan.rows, store)])
+    corpus = corpora[0]
+    long = corpus.lengths >= 300
+    times = np.array([of_document.max() for of_document in times_of(plan.rows, corpus)])
     left_out = plan.drawn_tokens.sum() - sum(len(segment) for row in plan.rows for segment in row)
     assert left_out < SEQ_LENGTH * plan.passes + 25_000
-    assert np.ptp(times[long]) <= 2 + left_out // store.lengths[long].min() // 10
+    assert np.ptp(times[long]) <= 2 + left_out // corpus.lengths[long].min() // 10
     assert times[long].mean() / times[~long].mean() == pytest.approx(4, rel=0.15)
 
 
 def test_every_pass_without_upsampling_holds_every_token_once():
-    stores = stores_of([750, 30, 160, 90, 40, 330], [50] * 12)
-    plan = plan_of(stores, train_tokens=10 * SEQ_LENGTH * 20)
-    a_pass = sum(store.lengths.sum() for store in stores) // SEQ_LENGTH
+    corpora = corpora_of([750, 30, 160, 90, 40, 330], [50] * 12)
+    plan = plan_of(corpora, train_tokens=10 * SEQ_LENGTH * 20)
+    a_pass = sum(corpus.lengths.sum() for corpus in corpora) // SEQ_LENGTH
     assert plan.passes == -(-200 // a_pass)
-    assert plan.rows[:a_pass] == plan_of(stores).rows  # it is the last pass that is cut short
+    assert plan.rows[:a_pass] == plan_of(corpora).rows  # it is the last pass that is cut short
     for number in range(plan.passes - 1):
         rows = plan.rows[number * a_pass : (number + 1) * a_pass]
-        times = [x for source, store in enumerate(stores) for x in times_of(rows, store, source)]
+        times = [x for source, corpus in enumerate(corpora) for x in times_of(rows, corpus, source)]
         assert max(x.max() for x in times) == 1
-        assert sum((x == 0).sum() for x in times) == sum(s.lengths.sum() for s in stores) - a_pass * SEQ_LENGTH
+        assert sum((x == 0).sum() for x in times) == sum(s.lengths.sum() for s in corpora) - a_pass * SEQ_LENGTH
 
 
-def test_passes_differ_in_their_rows_and_in_the_windows_of_long_documents():
-    plan = plan_of(stores_of([1050] * 10, [30] * 100), train_tokens=13_500 * 6)
+def test_passes_differ_in_their_rows_and_in_the_cuts_of_long_documents():
+    plan = plan_of(corpora_of([1050] * 10, [30] * 100), train_tokens=13_500 * 6)
     a_pass = 135
     passes = [plan.rows[start : start + a_pass] for start in range(0, 6 * a_pass, a_pass)]
     assert len({str(rows) for rows in passes}) == 6
@@ -91,20 +91,20 @@ def test_passes_differ_in_their_rows_and_in_the_windows_of_long_documents():
 
 
 def test_seeds_give_other_plans():
-    stores = stores_of([80, 30, 160, 90, 40, 330], [50] * 12)
-    assert plan_of(stores).rows == plan_of(stores).rows
-    assert plan_of(stores, seed=1).rows != plan_of(stores).rows
+    corpora = corpora_of([80, 30, 160, 90, 40, 330], [50] * 12)
+    assert plan_of(corpora).rows == plan_of(corpora).rows
+    assert plan_of(corpora, seed=1).rows != plan_of(corpora).rows
 
 
 def test_held_out_documents_are_in_the_validation_rows_alone_and_whole():
     rng = np.random.default_rng(0)
-    stores, extra = stores_of(rng.integers(5, 300, 60), rng.integers(5, 90, 80)), stores_of(rng.integers(5, 50, 7))
-    settings = settings_of(stores, validation_fraction=0.2)
-    held_out = plan_validation_documents(stores, settings)
-    train, validation = plan_train(stores, held_out, settings), plan_validation(stores, held_out, extra, settings)
-    for number, store in enumerate([*stores, *extra]):
-        trained, validated = times_of(train.rows, store, number), times_of(validation.rows, store, number)
-        for document in range(len(store.lengths)):
+    corpora, extra = corpora_of(rng.integers(5, 300, 60), rng.integers(5, 90, 80)), corpora_of(rng.integers(5, 50, 7))
+    settings = settings_of(corpora, validation_fraction=0.2)
+    held_out = plan_validation_documents(corpora, settings)
+    train, validation = plan_train(corpora, held_out, settings), plan_validation(corpora, held_out, extra, settings)
+    for number, corpus in enumerate([*corpora, *extra]):
+        trained, validated = times_of(train.rows, corpus, number), times_of(validation.rows, corpus, number)
+        for document in range(len(corpus.lengths)):
             held = number == 2 or held_out[number][document]
             assert (validated[document] == held).all()
             assert not (held and trained[document].any())
@@ -130,7 +130,7 @@ def test_rows_are_in_no_order_of_length_or_source(seed):
     assert mean_place([any(segment.source == 1 for segment in row) for row in rows]) == pytest.approx(0.5, abs=0.08)
 
 
-def test_windows_of_one_document_are_not_side_by_side():
+def test_rows_of_one_document_are_not_side_by_side():
     rows = pack([Segment(0, i, 0, 1000) for i in range(40)], SEQ_LENGTH, np.random.default_rng(0)).rows
     beside = sum(a[0].document == b[0].document for a, b in zip(rows, rows[1:], strict=False))
     assert beside < 40  # 360 if sorted, 10 in expectation

@@ -1,5 +1,6 @@
 """Retrieval rows: facts can be found, answers are right and learned, the rest keeps its length and order."""
 
+import argparse
 import functools
 import json
 import re
@@ -283,7 +284,7 @@ def test_own_templates_fit_short_rows(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "retrieval-templates"),
+        ("[", "t.json: Expecting value"),
         ("[]", "no template"),
         ('[{"statement": "x", "question": "", "answer": "{value}"}]', "must hold {name} and {value}"),
         ('[{"statement": "{name} {value}", "question": "", "answer": "x"}]', "must hold {value} exactly once"),
@@ -292,7 +293,7 @@ def test_own_templates_fit_short_rows(tmp_path):
 )
 def test_bad_templates(tmp_path, content, message):
     (tmp_path / "t.json").write_text(content)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
         read_templates(str(tmp_path / "t.json"))
 
 
