@@ -53,9 +53,7 @@ class Scorer:
             float32 `[batch, seq]` on the CPU of every rank; 0 where there is no target.
         """
         hidden, local_targets = self._hidden(input_ids, targets)
-        with self._head_weight() as weight:
-            losses = token_losses(hidden, weight, local_targets, chunk_size=self.loss_chunk)
-        return self._gather(losses, input_ids.shape[1])
+        return self._gather(self._losses(hidden, local_targets), input_ids.shape[1])
 
     @torch.no_grad()
     def predictions(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -72,11 +70,28 @@ class Scorer:
             int64 `[batch, seq]` on the CPU of every rank, -100 where there is no target.
         """
         hidden, local_targets = self._hidden(input_ids, targets)
-        wanted = local_targets != IGNORE_INDEX
-        predicted = torch.full_like(local_targets, IGNORE_INDEX)
+        return self._gather(self._predictions(hidden, local_targets), input_ids.shape[1])
+
+    @torch.no_grad()
+    def losses_and_predictions(
+        self, input_ids: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `token_losses` and `predictions` do, from one forward pass."""
+        hidden, local_targets = self._hidden(input_ids, targets)
+        parts = self._losses(hidden, local_targets), self._predictions(hidden, local_targets)
+        losses, predictions = (self._gather(part, input_ids.shape[1]) for part in parts)
+        return losses, predictions
+
+    def _losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self._head_weight() as weight:
+            return token_losses(hidden, weight, targets, chunk_size=self.loss_chunk)
+
+    def _predictions(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wanted = targets != IGNORE_INDEX
+        predicted = torch.full_like(targets, IGNORE_INDEX)
         # Called even for no position at all: under ZeRO-3 every rank must take part in gathering the weight.
         predicted[wanted] = self.model.get_output_embeddings()(hidden[wanted]).argmax(dim=-1)
-        return self._gather(predicted, input_ids.shape[1])
+        return predicted
 
     def _hidden(self, input_ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states `[batch, seq / size, hidden]` and the targets of this rank's shard."""
