@@ -1,4 +1,4 @@
-"""README and docs/performance.md print what the raw files in docs/results hold, at the precision that they print."""
+"""README, docs/performance.md and docs/training.md print what the raw files hold, at the precision that they print."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import REPOSITORY
 
-README, PERFORMANCE = REPOSITORY / "README.md", REPOSITORY / "docs" / "performance.md"
+README, PERFORMANCE, TRAINING = (REPOSITORY / name for name in ("README.md", "docs/performance.md", "docs/training.md"))
 SPEED, SMOLLM2 = (REPOSITORY / "docs" / "results" / name for name in ("performance", "SmolLM2-135M-128K"))
 ATTENTION_COLUMNS = {
     "of limit": "of_limit",
@@ -153,6 +153,17 @@ def test_memory_plans():
             assert_printed(row[column], raw.get(STEP_COLUMNS[column]), row)
 
 
+def test_runs_beside_their_forecasts():
+    files = ("memory_plans_32K_full_depth", "memory_plans_128K_full_depth_cudnn", "memory_plans_512K_one_layer")
+    measured = [(row["peak_memory_gib"], row["step_seconds"]) for row in (rows_of(name)[0] for name in files)]
+    for run in json.loads((SPEED / "train_with_memory_plans.json").read_text())["runs"]:
+        step = run["steps"][-1]
+        measured.append((step["peak_memory_bytes"] / 2**30, 131072 / step["tokens_per_second"]))
+    for row, (gib, seconds) in zip(table(TRAINING, "GiB, forecast", "GiB, measured"), measured, strict=True):
+        assert_printed(row["GiB, measured"], gib, row)
+        assert_printed(row["seconds, measured"], seconds, row)
+
+
 def checkpointing() -> dict[tuple[str, str], dict]:
     """Return the measured rows by --gradient-checkpointing and --keep-attention."""
     return {tuple(re.findall(r", (\w+), keep (\w+)", row["method"])[0]): row for row in rows_of("checkpointing")}
@@ -270,6 +281,17 @@ def test_sentences_about_performance():
         r"10 points lower \(([\d.]+ %) on one GPU, ([\d.]+ %) on two\)": (one["mfu"], two["mfu"]),
     }
     assert_sentences(PERFORMANCE, expected)
+
+
+def test_sentences_about_saving():
+    (row,) = rows_of("saving")
+    expected = {
+        r"([\d.]+) B parameters on one H200 \(([\d.]+) GB,": (row["parameters"] / 1e9, row["gigabytes"]),
+        r"training waited (\d+) s": [row["waited_seconds"]],
+        r"files were whole after (\d+) s": [row["write_seconds"]],
+        r"steps meanwhile took (\d+ %) longer": [row["slowest_step_seconds"] / row["step_seconds"] - 1],
+    }
+    assert_sentences(TRAINING, expected)
 
 
 def test_losses_of_recipes_agree_as_the_page_says():
