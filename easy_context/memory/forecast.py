@@ -9,6 +9,7 @@ from typing import Any
 
 from .plan import LayerPlan, MemoryPlan
 
+H200_PEAK = 989e12  # FLOP/s in bfloat16, from its datasheet; other cards are taken to be slower as their peak is lower
 MATRIX_RATE = 715e12  # FLOP/s of large matrix products in bfloat16
 ATTENTION_RATES = {"flash_attn_4": 613e12, "cudnn": 545e12}  # FLOP/s, causal, forward and backward
 OTHER_ATTENTION_RATE = 325e12
@@ -210,8 +211,8 @@ def _loss_work(shape: Shape, load: Load) -> float:
     return 3 * load.tokens * load.size * shape.hidden + head + logits
 
 
-def micro_batch_seconds(shape: Shape, load: Load, plan: MemoryPlan) -> float:
-    """Return the time of forward and backward on an H200, without communication and optimizer."""
+def micro_batch_seconds(shape: Shape, load: Load, plan: MemoryPlan, peak_flops: float = H200_PEAK) -> float:
+    """Return the time of forward and backward on a GPU of this peak, without communication and optimizer."""
     matrix = 2 * load.tokens / MATRIX_RATE  # seconds for each weight
     attention = 2 * load.tokens * load.row * shape.query / ATTENTION_RATES.get(load.kernel, OTHER_ATTENTION_RATE)
     elementwise = load.tokens * load.size / MEMORY_RATE
@@ -232,4 +233,4 @@ def micro_batch_seconds(shape: Shape, load: Load, plan: MemoryPlan) -> float:
         copied = sum(_kept_tensors(shape, load, keeps)["cpu"])
         seconds += matrix * products_again + attention_again + runs * forward_elementwise
         seconds += 2 * copied / HOST_RATE * EXPOSED_COPIES
-    return seconds
+    return seconds * H200_PEAK / peak_flops

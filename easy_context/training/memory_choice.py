@@ -9,10 +9,11 @@ import torch
 
 from ..huggingface import head_dim
 from ..memory.choice import TILE_SIZE, fastest_plan, most_frugal_plan
-from ..memory.forecast import Load, Memory, Shape, activation_memory
+from ..memory.forecast import Load, Memory, Shape, activation_memory, micro_batch_seconds
 from ..memory.plan import MemoryPlan, format_memory_plan, parse_memory_plan, plan_of_flags
 from ..modes import find_mode
 from .arguments import Arguments
+from .flops import peak_flops
 from .free_memory import MARGIN, least_free
 from .refusal import refusal
 from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, state_memory, write_offload
@@ -95,7 +96,7 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
         raise ValueError(_nothing_fits(options, free))
     if option.offload is not None and not named and (on_gpu or args.offload != "auto"):
         write_offload(plugin, option.offload)
-    _log_choice(option, args, named, free if on_gpu else None)
+    _log_choice(option, args, named, _needed(option, config, free, accelerator.device) if on_gpu else None)
     if on_gpu and not fits:
         logger.warning("this probably does not fit this machine; --offload auto and --memory-plan auto would choose")
     return option.plan, option.load.mlp_tile_size
@@ -196,8 +197,17 @@ def _compared(need: Memory, free: Memory) -> str:
     )
 
 
-def _log_choice(option: Option, args: Arguments, named: str | None, free: Memory | None) -> None:
-    """Say in a line what was chosen, and what it takes of the free memory, if that is given."""
+def _needed(option: Option, config: Any, free: Memory, device: torch.device) -> str:
+    """Return the forecast of memory, and of time on a card whose speed is known."""
+    peak = peak_flops(device)
+    if peak is None:
+        return _compared(option.need, free)
+    seconds = micro_batch_seconds(Shape.of(config), option.load, option.plan, peak)
+    return f"{_compared(option.need, free)}; about {seconds:.3g} s for a micro-batch of the longest rows"
+
+
+def _log_choice(option: Option, args: Arguments, named: str | None, needed: str | None) -> None:
+    """Say in a line what was chosen, and what it is forecast to need."""
     parts = [f"memory plan: {format_memory_plan(option.plan)}"]
     if option.load.mlp_tile_size:
         parts[0] += f", MLPs in tiles of {option.load.mlp_tile_size} tokens"
@@ -205,6 +215,6 @@ def _log_choice(option: Option, args: Arguments, named: str | None, free: Memory
         overruled = f"; --offload {args.offload} has no effect" if named and args.offload not in ("auto", named) else ""
         why = f" (as the DeepSpeed JSON says{overruled})" if named else ""
         parts.append(f"offload: {option.offload}, {IN_WORDS[option.offload]}{why}")
-    if free is not None:
-        parts.append(_compared(option.need, free))
+    if needed is not None:
+        parts.append(needed)
     logger.info("; ".join(parts))

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..memory.forecast import HOST_RATE, MEMORY_RATE, Memory, Shape, activation_peak, micro_batch_seconds
+from ..memory.forecast import H200_PEAK, HOST_RATE, MEMORY_RATE, Memory, Shape, activation_peak, micro_batch_seconds
 from ..memory.plan import format_memory_plan
 from .arguments import Arguments
 from .flops import PEAK_FLOPS, flops_per_token
@@ -19,7 +19,6 @@ CARD_MEMORY = {
 }
 _HOPPER_OR_NEWER = ("B200", "H200", "GH200", "H100", "H800")
 _USABLE = 0.985  # of a card's memory, and of it as many GiB as it has gigabytes: the driver and CUDA keep the rest
-_MEASURED_ON = PEAK_FLOPS["H200"]
 _ALONE_TO_SEVERAL = 0.95  # speed of a GPU among others, with communication, over its speed alone
 _HOST_OPTIMIZER_RATE = 1e9  # parameters/s of DeepSpeed's AdamW on the host; assumed, not measured
 _OPTIMIZER_BYTES = 30  # read and written for each parameter in a step
@@ -170,9 +169,9 @@ def _parts(option: Option, shape: Shape, processes: int) -> tuple[dict[str, floa
 
 def _seconds(option: Option, shape: Shape, args: Arguments, machines: Machines) -> dict[str, float]:
     """Return the time of an optimizer step by part."""
-    slower = _MEASURED_ON / PEAK_FLOPS[machines.card]
+    slower = H200_PEAK / PEAK_FLOPS[machines.card]
     own = shape.parameters / machines.gpus
-    computing = micro_batch_seconds(shape, option.load, option.plan) * slower
+    computing = micro_batch_seconds(shape, option.load, option.plan, PEAK_FLOPS[machines.card])
     if machines.gpus > 1:
         computing /= _ALONE_TO_SEVERAL
     micro_batches = args.gradient_accumulate_every

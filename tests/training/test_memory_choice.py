@@ -45,6 +45,7 @@ def choose(monkeypatch, accelerator, gpu: float, host: float, *flags: str, confi
     monkeypatch.setattr(memory_choice, "least_free", lambda _: Memory(gpu * GIB, host * GIB))
     monkeypatch.setattr(ParallelMode, "select_kernel", lambda *_: SimpleNamespace(name="flash_attn_4"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory_choice, "peak_flops", lambda _: 989e12)
     return choose_memory(arguments(*flags), config, accelerator)
 
 
@@ -180,9 +181,9 @@ def test_the_memory_that_is_left_is_filled_and_a_line_says_with_what(monkeypatch
     assert 0 < kept[0] < kept[1] < kept[2] == 32, kept
     assert plans[400] == (KEEP_EVERYTHING,) * 32
     assert len(caplog.records) == 4
-    assert caplog.messages[-1].startswith(
-        "memory plan: all; offload: none, weights and optimizer stay on the GPU; about"
-    )
+    said = "memory plan: all; offload: none, weights and optimizer stay on the GPU; about 2"
+    assert caplog.messages[-1].startswith(said)
+    assert caplog.messages[-1].endswith("; about 3.63 s for a micro-batch of the longest rows")
 
 
 def test_long_rows_run_their_mlps_in_tiles(monkeypatch, caplog):
