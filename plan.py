@@ -38,6 +38,7 @@ def main() -> None:
     args = parse_arguments(words)
 
     from easy_context.model.config import load_config
+    from easy_context.training.checks import flag_problems
     from easy_context.training.flops import PEAK_FLOPS
     from easy_context.training.planner import CARD_MEMORY, Machines, describe, forecast, longest_row
 
@@ -52,6 +53,8 @@ def main() -> None:
         gigabytes = flags.gpu_memory or CARD_MEMORY[flags.card]
         machines = Machines.of(flags.gpus, flags.card, gigabytes, flags.host_memory, flags.gpus_per_machine)
         config = load_config(args.model)
+        if problems := flag_problems(args, config, flags.gpus, here=False):
+            raise ValueError("\n  - ".join(["these flags do not go together:", *problems]))
         result = forecast(args, config, machines)
     print(describe(result, args, config, machines))
     print(f"longest row that fits: about {longest_row(args, config, machines):,} tokens")

@@ -67,39 +67,57 @@ def parse_memory_plan(text: str, layers: int) -> MemoryPlan:
     Raises:
         ValueError: the text is not a plan, its counts do not give `layers`, or backward could not follow it.
     """
-    groups = [_parse_group(group, text) for group in re.split(r",(?![^(]*\))", text)]
-    if all(count is None for count, _ in groups):
+    try:
+        groups = [_parse_group(group) for group in re.split(r",(?![^(]*\))", text)]
+    except ValueError as error:
+        raise ValueError(f"memory_plan {text!r}: {error}. Give {SYNTAX}") from None
+    counts = [count for count, _ in groups if count is not None]
+    total = sum((count or 0) * len(group) for count, group in groups)
+    if not counts:
         turns = itertools.cycle([layer for _, group in groups for layer in group])
         plan = tuple(itertools.islice(turns, layers))
+    elif len(counts) < len(groups):
+        raise ValueError(f"memory_plan {text!r} gives some entries a count and others none: give all a count, or none")
+    elif total != layers:
+        raise ValueError(
+            f"memory_plan {text!r} is for {total} layers, but the model has {layers}: change the counts, or omit them"
+        )
     else:
         plan = tuple(layer for count, group in groups for layer in group * (count or 0))
-        if len(plan) != layers or None in (count for count, _ in groups):
-            raise ValueError(
-                f"memory_plan {text!r} must give every entry a count, or none; the counts must add up to the model's "
-                f"{layers} layers"
-            )
     check_memory_plan(plan)
     return plan
 
 
-def _parse_group(group: str, text: str) -> tuple[int | None, MemoryPlan]:
+def _parse_group(group: str) -> tuple[int | None, MemoryPlan]:
     """Return the count of an entry, None if it has none, and its layers: several if it is in parentheses."""
-    match = re.fullmatch(r"\s*(?:([1-9]\d*)\s*\*\s*)?(?:\(([^()]+)\)|([^()]+?))\s*", group)
-    if match is None:
-        raise ValueError(f"{group!r} in memory_plan {text!r} is no entry. Give {SYNTAX}")
-    count = None if match[1] is None else int(match[1])
-    return count, tuple(_parse_layer(entry.strip(), text) for entry in (match[2] or match[3]).split(","))
+    count, star, entries = group.rpartition("*")
+    if star and not re.fullmatch(r"[1-9]\d*", count.strip()):
+        raise ValueError(f"the count {count.strip()!r} is not a whole number of at least 1")
+    if match := re.fullmatch(r"\(([^()]*)\)", entries.strip()):
+        entries = match[1]
+    elif re.search(r"[(),]", entries):
+        raise ValueError(f"the parentheses of {group.strip()!r} do not match")
+    layers = tuple(_parse_layer(entry.strip()) for entry in entries.split(","))
+    return int(count) if star else None, layers
 
 
-def _parse_layer(entry: str, text: str) -> LayerPlan:
+def _parse_layer(entry: str) -> LayerPlan:
+    if not entry:
+        raise ValueError("an entry is empty")
     if entry == "all":
         return KEEP_EVERYTHING
     places: dict[str, Any] = dict.fromkeys(_PARTS, "none")
     for word in entry.split("+") if entry != "nothing" else ():
-        match = re.fullmatch(r"([a-z]+)(?:@(cpu|gpu))?", word)
-        if match is None or places.get(match[1]) != "none":
-            raise ValueError(f"{word!r} in memory_plan {text!r} is unknown or given twice. Give {SYNTAX}")
-        places[match[1]] = match[2] or "gpu"
+        part, at, place = word.partition("@")
+        if part in ("all", "nothing"):
+            raise ValueError(f"{part} cannot be combined with other words, as in {entry!r}")
+        if part not in _PARTS:
+            raise ValueError(f"{part!r} is not one of {', '.join(_PARTS)}, all or nothing")
+        if at and place not in ("cpu", "gpu"):
+            raise ValueError(f"{place!r} in {word!r} is neither cpu nor gpu")
+        if places[part] != "none":
+            raise ValueError(f"{part} is given twice in {entry!r}")
+        places[part] = place or "gpu"
     return LayerPlan(**places)
 
 
@@ -108,8 +126,8 @@ def check_memory_plan(plan: MemoryPlan) -> None:
     for number, (before, layer) in enumerate(zip((None, *plan), plan, strict=False), start=1):
         if not layer.everything and layer.input == "none" and (before is None or before.everything):
             raise ValueError(
-                f"memory_plan: layer {number} keeps no input, and there is no recomputed layer before it that could "
-                "make it again; keep its input"
+                f"memory_plan: layer {number} does not keep its input, and no recomputed layer before it can make it again; "
+                f"add input to the plan of layer {number}"
             )
 
 

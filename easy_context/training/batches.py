@@ -100,7 +100,10 @@ def describe_lengths(rows: TokenRows, seq_length: int) -> str | None:
     cut, padded = sum(n > seq_length for n in lengths), sum(n < seq_length for n in lengths)
     if not cut and not padded:
         return None
-    return (
+    note = (
         f"of the first {len(lengths)} rows, {cut} are longer than --seq-length {seq_length} and are cut, {padded} are "
         f"shorter (the shortest has {min(lengths)} tokens)"
     )
+    if max(lengths) < seq_length:
+        note += f". The longest has {max(lengths)} tokens, but the saved model's window is --seq-length all the same"
+    return note

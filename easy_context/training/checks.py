@@ -41,20 +41,31 @@ def find_problems(args: Arguments, world_size: int) -> tuple[list[str], Any, Any
     Returns:
         All problems, and the rows of --dataset and --eval-dataset (None without one, or if they cannot be used).
     """
-    numbers = _number_problems(args)
-    problems = numbers + _output_problems(args) + _tracker_problems(args)
-    size, problem = _sequence_parallel_size(args, world_size)
-    problems += problem
+    problems = _output_problems(args) + _tracker_problems(args)
     config, problem = _checkpoint(args.model)
-    problems += problem
-    if config is not None and size is not None and not numbers:
-        problems += _model_problems(args, config, size)
+    problems += problem + flag_problems(args, config, world_size)
     rows, problem = _load_rows("--dataset", args.dataset, args, config)
     eval_rows = None
     eval_problem: list[str] = []
     if args.eval_dataset is not None:
         eval_rows, eval_problem = _load_rows("--eval-dataset", args.eval_dataset, args, config)
     return problems + problem + eval_problem, rows, eval_rows
+
+
+def flag_problems(args: Arguments, config: Any, world_size: int, here: bool = True) -> list[str]:
+    """Return what is wrong with numbers, and what the model cannot do with these flags on so many processes.
+
+    Args:
+        args: from `parse_arguments`; not changed.
+        config: of the model; None leaves out what depends on it.
+        world_size: processes of the launch.
+        here: whether the run is on this machine, whose packages and GPUs are then checked, too.
+    """
+    problems = _number_problems(args)
+    size, problem = _sequence_parallel_size(args, world_size)
+    if config is not None and size is not None and not problems:
+        problem += _model_problems(args, config, size, here)
+    return problems + problem
 
 
 def launch_problems(world_size: int) -> list[str]:
@@ -73,7 +84,8 @@ def _number_problems(args: Arguments) -> list[str]:
     for field in dataclasses.fields(Arguments):
         least, value = field.metadata["least"], getattr(args, field.name)
         if None not in (least, value) and not (math.isfinite(value) and value >= least):
-            problems.append(f"--{field.name.replace('_', '-')} {value} must be a finite number, at least {least}")
+            kind = "a whole number" if isinstance(value, int) else "a finite number"
+            problems.append(f"--{field.name.replace('_', '-')} {value} must be {kind}, at least {least}")
     if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
     if not 0 <= args.seed < 2**32:  # numpy takes no other
@@ -98,6 +110,8 @@ def _output_problems(args: Arguments) -> list[str]:
         probe_folder(existing)
     except OSError as error:
         return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
+    if os.path.realpath(args.output_dir) == os.path.realpath(args.model):
+        return [f"--output-dir {args.output_dir} is --model, which training would overwrite: choose another folder"]
     if is_finished(output_dir) and not args.overwrite:
         return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
     return []
@@ -142,13 +156,14 @@ def _checkpoint(model: str) -> tuple[Any, list[str]]:
     return (None if problems else config), problems
 
 
-def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
-    """Return what this model cannot do with these flags, on this machine."""
+def _model_problems(args: Arguments, config: Any, size: int, here: bool) -> list[str]:
+    """Return what this model cannot do with these flags, and on this machine if the run is `here`."""
     import torch
 
     from ..model.liger import choose_liger
     from .memory_choice import requested_plan
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = model_problems(
         args.model,
         config,
@@ -158,13 +173,13 @@ def _model_problems(args: Arguments, config: Any, size: int) -> list[str]:
         kernel=args.attn_kernel,
         size=size,
         seq_length=args.seq_length,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device if here else None,
         dtype=torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32,
     )
     checks = [
         lambda: set_rope_theta(copy.deepcopy(config), args.rope_theta, args.seq_length),
         lambda: _check_dropout(config),
-        lambda: choose_liger(args.liger, config),
+        lambda: here and choose_liger(args.liger, config),
         lambda: requested_plan(args, config.num_hidden_layers),
     ]
     return [*shared, *problems_of(args.model, checks)]

@@ -112,7 +112,8 @@ def requested_plan(args: Arguments, layers: int) -> MemoryPlan | None:
     given = [f"{flag} {value}" for flag, value in older.items() if value is not None]
     if args.memory_plan != "auto":
         if given:
-            raise ValueError(f"--memory-plan {args.memory_plan} says what {' and '.join(given)} say: give one of them")
+            several = " and ".join([f"--memory-plan {args.memory_plan}", *given])
+            raise ValueError(f"{several} both set what layers keep: give only --memory-plan, or leave it out")
         plan = parse_memory_plan(args.memory_plan, layers)
     elif given:
         plan = (plan_of_flags(args.gradient_checkpointing or "offload", args.keep_attention or "gpu"),) * layers
@@ -158,7 +159,11 @@ def best_option(offload: str | None, args: Arguments, config: Any, launch: Launc
         return states + Memory(max(activations.gpu, optimizer_step) + BUCKETS, activations.host)
 
     plan, load = requested_plan(args, shape.layers), micro_batch(args, launch)
-    tile_sizes = (0, TILE_SIZE) if args.mlp_tile_size is None else (args.mlp_tile_size,)
+    tile_sizes: tuple[int, ...] = (0,)
+    if args.mlp_tile_size is not None:
+        tile_sizes = (args.mlp_tile_size,)
+    elif load.tokens > TILE_SIZE:
+        tile_sizes = (0, TILE_SIZE)
     found = fastest_plan(shape, load, lambda need: whole(need).fits(launch.room), tile_sizes, plan)
     plan, tile_size = found or (plan or most_frugal_plan(shape.layers), tile_sizes[-1])
     load = replace(load, mlp_tile_size=tile_size)

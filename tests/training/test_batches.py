@@ -57,7 +57,9 @@ def test_an_empty_row_has_no_targets():
 def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):
     assert describe_lengths(rows, 3) is None
     assert "11 are longer than --seq-length 2 and are cut, 0 are" in describe_lengths(rows, 2)
-    assert "0 are longer than --seq-length 4 and are cut, 11 are shorter" in describe_lengths(rows, 4)
+    shorter = describe_lengths(rows, 4)
+    assert "0 are longer than --seq-length 4 and are cut, 11 are shorter" in shorter
+    assert "The longest has 3 tokens, but the saved model's window is --seq-length" in shorter
 
 
 def test_each_epoch_has_every_row_once_in_its_own_seeded_order(rows):

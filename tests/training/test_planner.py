@@ -122,6 +122,10 @@ def test_cards_are_listed(monkeypatch, capsys):
         (["--memory-plan", "5*all"], "'5*all'"),
         (["--gpus", "4", "--sequence-parallel-size", "3"], "3 must divide the number of processes, 4"),
         (["--model", "/no/such/folder"], "no such folder"),
+        (["--gpus", "4", "--parallel_mode", "usp_attn", "--ring_degree", "3"], "--ring_degree 3 must divide"),
+        (["--gpus", "4", "--ring_degree", "2"], "--ring_degree 2"),  # of a mode that has no such choice
+        (["--gpus", "64", "--parallel_mode", "ulysses_attn"], "32"),  # more than the query heads
+        (["--batch-size", "0", "--seq-length", "1"], "--batch-size 0 must be a whole number, at least 1"),
     ],
 )
 def test_wrong_flags_are_named(monkeypatch, capsys, model, words, said):

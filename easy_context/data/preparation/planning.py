@@ -55,7 +55,8 @@ def _bad_records(corpora: list[Corpus]) -> str:
     bad_records = [record for corpus in corpora for record in corpus.bad_records]
     if not bad_records:
         return ""
-    return f"; {len(bad_records)} records are bad, the first at " + "{location}: {problem}".format(**bad_records[0])
+    are = "record is" if len(bad_records) == 1 else "records are"
+    return f"; {len(bad_records)} {are} bad, the first at " + "{location}: {problem}".format(**bad_records[0])
 
 
 def plan_train(corpora: list[Corpus], held_out: list[np.ndarray], settings: Settings) -> SplitRows:
