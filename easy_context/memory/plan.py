@@ -126,8 +126,8 @@ def check_memory_plan(plan: MemoryPlan) -> None:
     for number, (before, layer) in enumerate(zip((None, *plan), plan, strict=False), start=1):
         if not layer.everything and layer.input == "none" and (before is None or before.everything):
             raise ValueError(
-                f"memory_plan: layer {number} does not keep its input, and no recomputed layer before it can make it again; "
-                f"add input to the plan of layer {number}"
+                f"memory_plan: layer {number} does not keep its input, and no recomputed layer before it can make it "
+                f"again; add input to the plan of layer {number}"
             )
 
 

@@ -226,7 +226,7 @@ def test_without_a_gpu_what_fits_the_host_is_kept_there(monkeypatch, caplog):
     [
         (
             ("--memory-plan", "all", "--keep-attention", "cpu"),
-            "--memory-plan all and --keep-attention cpu both set what layers keep",
+            "--memory-plan all and --keep-attention cpu both set",
         ),
         (("--memory-plan", "33*all"), "'33*all' is for 33 layers, but the model has 32"),
         (("--memory-plan", "all", "--mlp-tile-size", "8"), "--mlp-tile-size 8 cuts the MLPs of recomputed layers"),
