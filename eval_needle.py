@@ -10,7 +10,7 @@ written at once, and the same command goes on from there. Tasks, templates and f
 """
 
 from easy_context.common.flags import refusals
-from easy_context.common.interrupts import stops_in_one_line
+from easy_context.common.interrupts import end_on_signals
 from easy_context.evaluation.journal import Journal
 from easy_context.evaluation.needle.arguments import parse_arguments
 
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     with refusals("eval_needle.py"):
         args = parse_arguments(arguments)
     journal = Journal(args.output_dir / "cells.jsonl", "cell", "--output_dir")
-    with stops_in_one_line(journal.what_is_saved):
+    with end_on_signals(journal.what_is_saved):
         with refusals("eval_needle.py"):  # all that can be refused before the model loads
             from easy_context.evaluation import loading
             from easy_context.evaluation.needle import run

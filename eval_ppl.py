@@ -13,7 +13,7 @@ number means: docs/evaluation.md.
 import os
 
 from easy_context.common.flags import refusals
-from easy_context.common.interrupts import stops_in_one_line
+from easy_context.common.interrupts import end_on_signals
 from easy_context.evaluation.journal import Journal
 from easy_context.evaluation.perplexity.arguments import UNFINISHED, parse_arguments
 
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
         args = parse_arguments(arguments)
     journal = Journal(args.output_file.with_suffix(UNFINISHED), "document", "--output-file")
     saved = f"the tokens are not all in {args.save_tokenized}; remove it before you run the same command again"
-    with stops_in_one_line(journal.what_is_saved if args.save_tokenized is None else lambda: saved):
+    with end_on_signals(journal.what_is_saved if args.save_tokenized is None else lambda: saved):
         with refusals("eval_ppl.py"):  # all that can be refused before a model loads
             from easy_context.evaluation import loading
             from easy_context.evaluation.perplexity import run

@@ -20,12 +20,12 @@ import functools
 import os
 from pathlib import Path
 
-from easy_context.common.interrupts import stops_in_one_line
+from easy_context.common.interrupts import end_on_signals
 from easy_context.data.token_rows import UnusableRow
 from easy_context.training.arguments import Arguments, parse_arguments
 from easy_context.training.checks import check_arguments
 from easy_context.training.outcome import what_is_saved
-from easy_context.training.refusal import refusal
+from easy_context.training.refusal import exit_on
 from easy_context.training.watch.watch import Watch
 
 
@@ -34,16 +34,16 @@ def main() -> None:
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # tensors of many sizes leave less memory unused between them
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with (
-        refusal(UnusableRow, "go on"),
-        stops_in_one_line(what_is_saved(Path(args.output_dir))) as interrupts,
-        Watch(args.hang_timeout, interrupts) as watch,
+        end_on_signals(what_is_saved(Path(args.output_dir))) as interrupts,
+        Watch(args.hang_timeout, interrupts) as watch,  # ends all processes when one fails, freezes or hangs
+        exit_on(UnusableRow, "continue"),
     ):
         train(args, watch)
 
 
 def train(args: Arguments, watch: Watch) -> None:
     """Train as the flags say, from the checks to the saved model."""
-    rows, eval_rows = check_arguments(args)  # everything that can be wrong is said here, before anything heavy loads
+    rows, eval_rows = check_arguments(args)  # flags, config, data and local weights, before anything heavy loads
 
     import torch
     from accelerate.utils import set_seed
@@ -57,7 +57,13 @@ def train(args: Arguments, watch: Watch) -> None:
     from easy_context.memory.recompute import apply_memory_plan
     from easy_context.model.config import load_config
     from easy_context.model.liger import apply_liger, choose_liger
-    from easy_context.training import accelerator as launch
+    from easy_context.training.accelerator import (
+        COLLECTIVE_TIMEOUT,
+        build_accelerator,
+        clip_and_step,
+        load_model,
+        prepare,
+    )
     from easy_context.training.batches import describe_lengths, evaluation_batches, rows_of_step, training_steps
     from easy_context.training.checkpoints.writing import Checkpoints
     from easy_context.training.memory_choice import choose_memory
@@ -68,11 +74,11 @@ def train(args: Arguments, watch: Watch) -> None:
 
     # --- The model: an unmodified Hugging Face decoder whose attention spans the processes that share a row. ---
     config = load_config(args.model)
-    set_rope_theta(config, args.rope_theta, args.seq_length)  # a larger base turns slower: positions reach further
+    set_rope_theta(config, args.rope_theta, args.seq_length)  # the new base, and a window of at least --seq-length
     args.liger = choose_liger(args.liger, config)  # fused layers, where they can be used
-    accelerator = launch.build_accelerator(args)
-    watch.start(accelerator)  # from now on a process that fails, freezes or hangs ends all others
-    plan, tile_size = choose_memory(args, config, accelerator)  # what is kept, and where, follows from what is free
+    accelerator = build_accelerator(args)
+    watch.start(accelerator)
+    plan, tile_size = choose_memory(args, config, accelerator)  # what layers keep and ZeRO-3 offloads, by free memory
     set_seed(args.seed)
     prepare_output_dir(accelerator, args)
     mesh = apply_seq_parallel_monkey_patch(
@@ -83,16 +89,16 @@ def train(args: Arguments, watch: Watch) -> None:
         query_heads=config.num_attention_heads,
         attn_kernel=args.attn_kernel,
         attn_engine=args.attn_engine,
-        timeout=launch.COLLECTIVE_TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     if args.liger:
         apply_liger(config)
-    model = launch.load_model(args, config, accelerator)  # refuses a checkpoint that lacks a tensor
+    model = load_model(args, config, accelerator)  # refuses a checkpoint that lacks a tensor
     model = apply_fused_loss(model, liger=args.liger)  # the loss without ever holding the logits of all tokens
     model = apply_memory_plan(model, plan, mlp_tile_size=tile_size)  # the rest is recomputed in backward
     optimizer = adamw(model, args, accelerator)  # weight decay on matrices only
-    schedule = warmup_then(args)
-    model, optimizer = launch.prepare(accelerator, model, optimizer, args)
+    schedule = warmup_then(args)  # the share of --learning-rate at each step
+    model, optimizer = prepare(accelerator, model, optimizer, args)
 
     # --- The data: the same rows on every rank of a sequence-parallel group, other rows in other groups. ---
     if note := describe_lengths(rows, args.seq_length):
@@ -102,8 +108,8 @@ def train(args: Arguments, watch: Watch) -> None:
     batches = training_steps(rows, args, mesh, first_step=last_step + 1)
     accelerator.print(
         f"{args.parallel_mode}: {mesh.data_size} data-parallel x {mesh.sequence_size} sequence-parallel processes, "
-        f"{args.batch_size * args.gradient_accumulate_every * mesh.data_size} rows of up to {args.seq_length} tokens "
-        "a step"
+        f"rows a step: {args.batch_size * args.gradient_accumulate_every * mesh.data_size}, of up to "
+        f"{args.seq_length} tokens"
     )
 
     def shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -116,7 +122,7 @@ def train(args: Arguments, watch: Watch) -> None:
     gradient_scale = accelerator.num_processes * args.gradient_accumulate_every
     log = MetricsLog(accelerator, args, watch, last_step)
     meter = StepMeter(accelerator, mesh, config, model)
-    log.progress.watch_layers(model)
+    log.progress.show_layers_of_first_step(model)
     nonfinite = NonfiniteSteps(accelerator, args, checkpoints, functools.partial(rows_of_step, rows, args, mesh))
     model.train()
     for step in range(last_step + 1, args.max_train_steps + 1):
@@ -129,25 +135,27 @@ def train(args: Arguments, watch: Watch) -> None:
             with accelerator.accumulate(model):
                 share = model(**micro_batch, num_items_in_batch=num_targets, use_cache=False).loss
                 accelerator.backward(nan_unless_finite(share) * gradient_scale)
-                grad_norm = launch.step_if_finite(accelerator, model, optimizer, args.max_grad_norm)
+                # At the end of a window, and only if the norm is finite. DeepSpeed's backward has done both already.
+                grad_norm = clip_and_step(accelerator, model, optimizer, args.max_grad_norm)
                 loss += share.detach()
 
         loss = accelerator.reduce(loss, reduction="sum").item()
         record = meter.record(step, loss, learning_rate, grad_norm)
-        nonfinite.check(log, record)
+        nonfinite.check(log, record)  # skips the step or ends the run
         if eval_rows is not None and (step % args.eval_every == 0 or step == args.max_train_steps):
             eval_batches = log.progress.evaluating(evaluation_batches(eval_rows, args, mesh))
             record["eval_loss"] = mean_loss(accelerator, model, map(shard, eval_batches))
             meter.restart()
         log.write(record)
-        if checkpoints.due(step):
+        if checkpoints.due(step):  # by steps, by the clock, or as a signal asks the run to stop
             checkpoints.save(step)
             meter.restart()
         if checkpoints.stopping:
             break
 
     log.close()
-    if not checkpoints.end_for_signal():
+    checkpoints.close()
+    if not checkpoints.stopping:
         save_model(accelerator, model, args.output_dir, tokenizer_of=args.model)
         accelerator.print(f"saved the model in {args.output_dir}")
     accelerator.state.destroy_process_group()

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-_SECONDS_OF_SILENCE = 30
-
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser that takes every flag with dashes or underscores between its words, and none abbreviated.
@@ -89,10 +87,10 @@ def refusals(script: str, kinds: tuple[type[Exception], ...] = (ValueError, OSEr
         sys.exit(f"{script}: {reason}")
 
 
-def let_first_process_speak() -> None:
-    """Wait, except on the first process of each machine, which meets the same problem and says so.
+def let_first_process_speak(seconds: float = 30.0) -> None:
+    """Wait so long, except on the first process of each machine, which meets the same problem and says so.
 
     The launcher ends all processes as soon as one exits, so this returns only where the first process has no problem.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        time.sleep(_SECONDS_OF_SILENCE)
+        time.sleep(seconds)

@@ -55,7 +55,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def stops_in_one_line(describe: Callable[[], str]) -> Iterator[Interrupts]:
+def end_on_signals(describe: Callable[[], str]) -> Iterator[Interrupts]:
     """End this process at once when it is interrupted, with exit code 128 + signal; the first says what is saved.
 
     A thread does it, because the main thread may be waiting in a collective for a process that has gone already.

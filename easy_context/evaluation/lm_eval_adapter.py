@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 
 from ..common.constants import IGNORE_INDEX
 from ..common.flags import FlagParser, refusals, whole_number
-from ..common.interrupts import stops_in_one_line
+from ..common.interrupts import end_on_signals
 from .arguments import add_model_flags
 from .loading import UnusableModel, distributed, load_model_config, load_scorer
 from .scorer import Scorer
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=whole_number(1), help="most examples of a task; default: all")
     add_model_flags(parser)
     args = parser.parse_args(arguments)
-    with stops_in_one_line(lambda: "nothing was saved"):
+    with end_on_signals(lambda: "nothing was saved"):
         import lm_eval
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table

@@ -13,7 +13,7 @@ import torch
 from ..model.weights import load_whole
 from .arguments import Arguments
 from .launch_settings import settle_launch
-from .refusal import refusal
+from .refusal import exit_on
 
 _log = logging.getLogger(__name__)
 _BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # as x86 and ARM name them in /proc/cpuinfo
@@ -113,7 +113,7 @@ def _compile_no_optimizer(config: dict[str, Any]) -> None:
         config["optimizer"]["params"]["torch_adam"] = True
 
 
-@refusal()
+@exit_on(ValueError)
 def load_model(args: Arguments, config: Any, accelerator: Any) -> torch.nn.Module:
     """Load the model of `--model` with this config; end the run with a message if any tensor is missing.
 
@@ -147,25 +147,25 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Argu
         # In bf16 DeepSpeed has made a step of zeros already, which would count in Adam's bias correction.
         engine.basic_optimizer.state.clear()
     if clip_here:
-        _clip_and_step(engine, args.max_grad_norm)
+        _clip_in_engine(engine, args.max_grad_norm)
     return engine, optimizer
 
 
-def _clip_and_step(engine: Any, max_norm: float) -> None:
+def _clip_in_engine(engine: Any, max_norm: float) -> None:
     """Let a DeepSpeed engine clip the reduced gradients, step only if they are finite, and tell their norm."""
     norm, step = None, engine.optimizer.step
 
-    def step_if_finite(*args: Any, **options: Any) -> None:
+    def clip_and_step(*args: Any, **options: Any) -> None:
         nonlocal norm
         norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm or math.inf)
         if norm.isfinite():
             step(*args, **options)
 
-    engine.optimizer.step = step_if_finite
+    engine.optimizer.step = clip_and_step
     engine.get_global_grad_norm = lambda: norm
 
 
-def step_if_finite(accelerator: Any, model: Any, optimizer: Any, max_norm: float) -> float | None:
+def clip_and_step(accelerator: Any, model: Any, optimizer: Any, max_norm: float) -> float | None:
     """Clip the gradients and make the optimizer step, at the end of an accumulation window, if their norm is finite.
 
     DeepSpeed has done the same inside backward. Gradients are zeroed, whether there was a step or not.

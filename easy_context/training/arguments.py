@@ -83,7 +83,7 @@ class Arguments:
     )
     attn_engine: str = _flag(
         "easy_context",
-        "who computes the split attention; library: ring-flash-attn, yunchang or both on flash-attn, to compare with",
+        "easy_context, or for comparison only library: ring-flash-attn, yunchang or both, which need flash-attn",
         choices=ENGINES,
     )
     memory_plan: str = _flag(
@@ -145,8 +145,9 @@ class Arguments:
     )
     hang_timeout: float = _flag(
         7200.0,
-        "seconds after which a run in which nothing moves is ended, each process saying where it stands; longer than "
-        "the longest step; 0 for never. A process that is frozen or cut off is noticed after a minute",
+        "seconds without progress after which the run ends and every process prints where it is; must be longer than "
+        "the longest step. A process that sends no sign of life for 60 s (or for this time, if less) counts as frozen. "
+        "0 turns both off",
         least=0,
     )
 

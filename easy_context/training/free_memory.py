@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from ..memory.forecast import Memory
 
-MARGIN = 0.92  # the share of free memory to use; the rest is for fragments and what estimates leave out
+# The share of free memory that a forecast may fill; the rest is for fragmentation and what the forecast omits.
+USABLE = 0.92  # on the host, and on the GPU with Liger's layers, for which the forecast is closest
+USABLE_WITHOUT_LIGER = 0.85  # on the GPU
 
 
 def least_free(accelerator: Any) -> Memory:

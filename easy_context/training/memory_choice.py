@@ -8,19 +8,18 @@ from typing import Any
 import torch
 
 from ..huggingface import head_dim
-from ..memory.choice import TILE_SIZE, fastest_plan, most_frugal_plan
 from ..memory.forecast import Load, Memory, Shape, activation_memory, micro_batch_seconds
 from ..memory.plan import MemoryPlan, format_memory_plan, parse_memory_plan, plan_of_flags
+from ..memory.plan_search import TILE_SIZE, fastest_plan, most_frugal_plan
 from ..modes import find_mode
 from .arguments import Arguments
 from .flops import peak_flops
-from .free_memory import MARGIN, least_free
-from .refusal import refusal
+from .free_memory import USABLE, USABLE_WITHOUT_LIGER, least_free
+from .refusal import exit_on
 from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, state_memory, write_offload
 
 logger = logging.getLogger(__name__)
 
-MARGIN_WITHOUT_LIGER = 0.85  # of free memory: the estimate is closest for Liger's layers
 GIB = 2**30
 BUCKETS = GIB  # gathered weights and gradients under way
 
@@ -59,7 +58,7 @@ class Option:
     need: Memory
 
 
-@refusal()
+@exit_on(ValueError)
 def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[MemoryPlan, int]:
     """Choose what each layer keeps and what ZeRO-3 offloads: as the flags say, else the fastest that fits.
 
@@ -84,7 +83,7 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
         )
     named = named_by_json(plugin) if is_zero_3(plugin) else None
     free = least_free(accelerator)
-    room = Memory(free.gpu * (MARGIN if args.liger else MARGIN_WITHOUT_LIGER), free.host * MARGIN)
+    room = Memory(free.gpu * (USABLE if args.liger else USABLE_WITHOUT_LIGER), free.host * USABLE)
     kernel = find_mode(args.parallel_mode, args.attn_engine).select_kernel(
         args.attn_kernel, accelerator.device, _dtype(args), head_dim(config)
     )

@@ -74,7 +74,7 @@ class StepMeter:
         return valid_tokens.clamp(min=1)
 
     def record(self, step: int, loss: float, learning_rate: float, grad_norm: float) -> dict[str, Any]:
-        """Return the record of the step that ends now, with the keys of a `metrics.jsonl` line.
+        """Return the record of the step that ends now: the keys of a `metrics.jsonl` line except `eval_loss`.
 
         Args:
             step: counted from 1.

@@ -8,7 +8,7 @@ from ..memory.forecast import H200_PEAK, HOST_RATE, MEMORY_RATE, Memory, Shape, 
 from ..memory.plan import format_memory_plan
 from .arguments import Arguments
 from .flops import PEAK_FLOPS, flops_per_token
-from .free_memory import MARGIN
+from .free_memory import USABLE
 from .memory_choice import BUCKETS, GIB, Launch, Option, options_until_one_fits
 from .zero_offload import CHOICES, IN_WORDS
 
@@ -133,7 +133,7 @@ def describe(result: Forecast, args: Arguments, config: Any, machines: Machines)
         + f"), {result.tokens_per_second:,.0f} tokens/s, MFU {result.mfu:.0%}",
     ]
     if not result.fits:
-        lines.append(f"does not fit: more than {MARGIN:.0%} of what is free. Use more GPUs or shorter rows")
+        lines.append(f"does not fit: more than {USABLE:.0%} of what is free. Use more GPUs or shorter rows")
     return "\n".join(lines)
 
 
@@ -146,7 +146,7 @@ def _launch(args: Arguments, machines: Machines) -> Launch:
     # On Ampere FlashAttention-2 reaches the share of the peak that cuDNN reaches on Hopper.
     fastest = "flash_attn_4" if machines.card.split()[0] in _HOPPER_OR_NEWER else "cudnn"
     kernel = fastest if args.attn_kernel == "auto" else args.attn_kernel
-    return Launch(machines.gpus, kernel, Memory(MARGIN * machines.free.gpu, MARGIN * machines.free.host))
+    return Launch(machines.gpus, kernel, Memory(USABLE * machines.free.gpu, USABLE * machines.free.host))
 
 
 def _parts(option: Option, shape: Shape, processes: int) -> tuple[dict[str, float], dict[str, float]]:

@@ -28,7 +28,7 @@ class StepProgress:
         self._hooks: list[Any] = []
         self._micro_batch, self._layer, self._shown = "", 0, time.perf_counter()
 
-    def watch_layers(self, model: torch.nn.Module) -> None:
+    def show_layers_of_first_step(self, model: torch.nn.Module) -> None:
         """Follow the layers of a decoder until the first step has been made."""
         layers: Any = next((module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), [])
         for number, layer in enumerate(layers, start=1) if self._enabled else ():

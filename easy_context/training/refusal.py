@@ -1,4 +1,4 @@
-"""How train.py says that it cannot start or go on: all problems at once, from one process, without a traceback."""
+"""Ends train.py with a message instead of a traceback: all problems at once, printed by one process."""
 
 import contextlib
 import sys
@@ -9,8 +9,8 @@ from ..common.flags import let_first_process_speak
 
 
 @contextlib.contextmanager
-def refusal(kind: type[ValueError] = ValueError, verb: str = "start") -> Iterator[None]:
-    """Turn an error of this kind into the message that train.py cannot start (or what else `verb` says), and exit."""
+def exit_on(kind: type[ValueError], verb: str = "start") -> Iterator[None]:
+    """Turn an error of this kind into the message "train.py cannot <verb>", and exit with code 2."""
     try:
         yield
     except kind as error:
@@ -19,6 +19,11 @@ def refusal(kind: type[ValueError] = ValueError, verb: str = "start") -> Iterato
 
 def end_run(problems: list[str], verb: str = "start") -> NoReturn:
     """Print all problems together, on the first process of each machine, and exit with code 2."""
-    let_first_process_speak()
-    print(f"train.py cannot {verb}:\n" + "\n".join(f"  - {problem}" for problem in problems), file=sys.stderr)
+    message = f"train.py cannot {verb}:\n" + "\n".join(f"  - {problem}" for problem in problems)
+    if verb == "start":
+        let_first_process_speak()
+    else:  # the first process may have no such problem; the message begins below the progress bar
+        let_first_process_speak(3.0)
+        message = f"\n{message}"
+    print(message, file=sys.stderr)
     sys.exit(2)

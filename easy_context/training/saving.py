@@ -14,7 +14,7 @@ from typing import IO, Any
 from ..common.files import first_free, write_whole
 from ..model.tokenizer import load_tokenizer
 from .arguments import Arguments
-from .refusal import refusal
+from .refusal import exit_on
 
 _claims: list[IO] = []  # open files, whose locks end with the process
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
@@ -28,7 +28,7 @@ def is_finished(output_dir: Path) -> bool:
     return (output_dir / MODEL_CONFIG).exists()
 
 
-@refusal()
+@exit_on(ValueError)
 def prepare_output_dir(accelerator: Any, args: Arguments) -> None:
     """Make the output folder, claim it for this run and write `args.json`; collective."""
     if accelerator.is_main_process:

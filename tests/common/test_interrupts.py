@@ -15,9 +15,9 @@ from easy_context.training.outcome import what_is_saved
 # A run that "trains" until it is stopped; its main thread waits where no Python code runs, as in a collective.
 SCRIPT = """
 import pathlib, sys, threading
-from easy_context.common.interrupts import stops_in_one_line
+from easy_context.common.interrupts import end_on_signals
 from easy_context.training.outcome import what_is_saved
-with stops_in_one_line(what_is_saved(pathlib.Path(sys.argv[1]))) as interrupts:
+with end_on_signals(what_is_saved(pathlib.Path(sys.argv[1]))) as interrupts:
     {first}
     print("ready", flush=True)
     {wait}
@@ -102,10 +102,10 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path):
 
 
 def test_afterwards_signals_are_as_before(tmp_path):
-    from easy_context.common.interrupts import stops_in_one_line
+    from easy_context.common.interrupts import end_on_signals
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(ZeroDivisionError), stops_in_one_line(what_is_saved(tmp_path)):
+    with pytest.raises(ZeroDivisionError), end_on_signals(what_is_saved(tmp_path)):
         assert signal.getsignal(signal.SIGTERM) != before[1]
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

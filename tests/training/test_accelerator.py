@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from easy_context.training import accelerator as ours
-from easy_context.training.accelerator import build_accelerator, prepare, step_if_finite
+from easy_context.training.accelerator import build_accelerator, clip_and_step, prepare
 from easy_context.training.arguments import parse_arguments
 from easy_context.training.optimizer import adamw
 
@@ -149,7 +149,7 @@ def test_clipping_returns_the_norm_before_and_zero_never_clips(tmp_path, max_nor
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), model.weight.detach().clone()
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert step_if_finite(accelerator, model, optimizer, max_norm) == 5.0
+    assert clip_and_step(accelerator, model, optimizer, max_norm) == 5.0
     assert float((model.weight.detach() - before).norm()) == pytest.approx(expected, rel=1e-5)
     assert model.weight.grad is None
 
@@ -160,10 +160,10 @@ def test_gradients_that_are_not_finite_touch_neither_weights_nor_moments(tmp_pat
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model.weight.grad = torch.ones(1, 2)
-    step_if_finite(accelerator, model, optimizer, 1.0)
+    clip_and_step(accelerator, model, optimizer, 1.0)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
     model.weight.grad = torch.tensor([[1.0, bad]])
-    assert not math.isfinite(step_if_finite(accelerator, model, optimizer, 1.0))
+    assert not math.isfinite(clip_and_step(accelerator, model, optimizer, 1.0))
     assert str((model.state_dict(), optimizer.state_dict()["state"])) == str(before)
     assert model.weight.grad is None
 
@@ -172,4 +172,4 @@ def test_inside_the_window_there_is_no_step():
     class Inside:
         sync_gradients = False
 
-    assert step_if_finite(Inside(), torch.nn.Linear(2, 1), None, 1.0) is None
+    assert clip_and_step(Inside(), torch.nn.Linear(2, 1), None, 1.0) is None

@@ -1,6 +1,6 @@
 """When a run is at its end, from what its processes say of themselves and from their silence."""
 
-from easy_context.training.watch.judge import MOST_SILENCE, Judge
+from easy_context.training.watch.judge import FROZEN_AFTER, Judge
 
 
 def judge_of(size: int, hang_timeout: float = 1000.0) -> Judge:
@@ -28,7 +28,7 @@ def test_a_run_whose_processes_are_heard_goes_on():
 def test_a_process_that_is_not_heard_for_a_minute_is_frozen():
     judge = judge_of(3)
     heard = {0: {"still": 1.0}, 2: {"still": 1.0}}
-    assert pass_time(judge, MOST_SILENCE, heard) is None
+    assert pass_time(judge, FROZEN_AFTER, heard) is None
     verdict = pass_time(judge, 5, heard)
     assert verdict.rank == 1 and verdict.hang
     assert verdict.reason == "rank 1 on host-1 has not answered for 61 s; last in step 3"
@@ -61,7 +61,7 @@ def test_a_process_that_has_finished_may_be_gone_and_silent():
     judge = judge_of(2)
     judge.hear(1, {"finished": True})
     judge.processes[1].gone = True
-    assert pass_time(judge, 10 * MOST_SILENCE, {0: {}}) is None
+    assert pass_time(judge, 10 * FROZEN_AFTER, {0: {}}) is None
 
 
 def test_the_first_failure_counts_and_a_killed_process_before_it():

@@ -44,7 +44,7 @@ def test_a_first_step_shows_micro_batches_and_layers_and_later_ones_only_micro_b
         model.gradient_checkpointing_enable()
     bar = Bar()
     shown = StepProgress(bar, quiet(), 0, enabled=True)
-    shown.watch_layers(torch.nn.ModuleDict({"module": model}))  # within a wrapper, as DeepSpeed's
+    shown.show_layers_of_first_step(torch.nn.ModuleDict({"module": model}))  # within a wrapper, as DeepSpeed's
     try:
         for number in (1, 2):
             shown.start_micro_batch(number, 2)

@@ -260,5 +260,5 @@ def test_a_row_that_cannot_be_used_ends_the_run_without_a_traceback(train, asset
         train("--dataset", str(tmp_path / "rows"), "--max-train-steps", "9")
     assert stop.value.code == 2
     message = capsys.readouterr().err
-    assert f"train.py cannot go on:\n  - --dataset {tmp_path}/rows: row 1" in message
+    assert f"train.py cannot continue:\n  - --dataset {tmp_path}/rows: row 1" in message
     assert f"holds token ids from {VOCABULARY} to {VOCABULARY}" in message

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ...common.errors import first_line
 from ...common.files import first_free
-from ..agreement import first_problem
+from ..all_processes import first_problem
 from ..arguments import Arguments
-from ..refusal import refusal
+from ..refusal import exit_on
 from ..saving import MODEL_CONFIG
 from .files import MANIFEST, checkpoints_in, damage, read_states
 from .settings import differences
@@ -20,7 +20,7 @@ from .state import TrainingState
 logger = logging.getLogger(__name__)
 
 
-@refusal()
+@exit_on(ValueError)
 def resume(accelerator: Any, args: Arguments, settings: dict[str, Any], state: TrainingState) -> dict[str, Any]:
     """Load the checkpoint that --resume names, or the last whole one.
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ...common.errors import first_line
 from ...data.token_rows import TokenRows
-from ..agreement import any_process, every_process, first_problem
+from ..all_processes import any_process, every_process, first_problem
 from ..arguments import Arguments
-from ..free_memory import MARGIN, free_host_memory
+from ..free_memory import USABLE, free_host_memory
 from ..watch.watch import Watch
 from .background import FileWriting, copy_of, size_of
 from .files import PARTIAL, make_partial, missing_room, not_visible
@@ -111,7 +111,7 @@ class Checkpoints:
             self._watch.at(f"behind step {step}")
             return
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", self._accelerator.num_processes))
-        copied = own_size <= MARGIN * free_host_memory() / processes_here
+        copied = own_size <= USABLE * free_host_memory() / processes_here
         process = self._accelerator.process_index
         self._writing = FileWriting(
             self._folder, step, process, copy_of(state) if copied else state, manifest, self._args.keep_last
@@ -144,8 +144,8 @@ class Checkpoints:
             *(writing.step, writing.size / 1e9, writing.seconds, writing.waited),
         )
 
-    def end_for_signal(self) -> bool:
-        """Wait for files that are being written; return whether the run ends because a signal asked for it."""
+    def close(self) -> None:
+        """Wait for files that are being written; if a signal has ended the run, print how to continue it."""
         self._watch.at("saving", patient=True)
         self.finish()
         if self.stopping:
@@ -154,7 +154,6 @@ class Checkpoints:
             )
         else:
             self._watch.interrupts.save_first("the model is saved first")
-        return self.stopping
 
     def _say_failed(self, step: int, problem: str) -> None:
         self._next_save = time.monotonic() + SECONDS_UNTIL_RETRY

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_SILENCE = 60.0  # seconds without a message, which a thread sends whatever the process does
+FROZEN_AFTER = 60.0  # seconds without a message from a process, whose thread sends one every second
 _SECONDS_FOR_THE_CAUSE = 1.0  # to see that a process was killed, before others fail because it has gone
 
 
@@ -102,7 +102,7 @@ class Judge:
 
     def _hanging(self, running: dict[int, Process]) -> Verdict | None:
         for rank, process in running.items():
-            if process.silent > min(MOST_SILENCE, self.hang_timeout):
+            if process.silent > min(FROZEN_AFTER, self.hang_timeout):
                 return Verdict(
                     f"rank {rank} on {process.host} has not answered for {process.silent:.0f} s; last {process.where}",
                     *(rank, True),

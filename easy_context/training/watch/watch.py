@@ -16,7 +16,7 @@ from typing import Any
 
 from ...common.errors import first_line
 from ...common.interrupts import Interrupts
-from .judge import MOST_SILENCE, Judge, Verdict
+from .judge import FROZEN_AFTER, Judge, Verdict
 
 _BEAT = 1.0  # seconds between messages
 _SECONDS_TO_REPORT = 10.0  # for all processes to say where they stand, before any of them ends
@@ -162,7 +162,7 @@ class Watch:
                     if message == _OVER:
                         return
                     verdict = message or verdict
-                if self._hang_timeout and silent > min(MOST_SILENCE, self._hang_timeout):
+                if self._hang_timeout and silent > min(FROZEN_AFTER, self._hang_timeout):
                     verdict = Verdict(f"rank 0 has not answered for {silent:.0f} s", 0, hang=True, unheard=True)
         except (EOFError, OSError):
             time.sleep(_BEAT)  # the signal that has ended it may be on its way to this process as well

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from easy_context.memory.choice import fastest_plan, most_frugal_plan
 from easy_context.memory.forecast import Load, Memory, Shape, activation_memory, micro_batch_seconds
 from easy_context.memory.plan import KEEP_EVERYTHING, check_memory_plan, format_memory_plan, parse_memory_plan
+from easy_context.memory.plan_search import fastest_plan, most_frugal_plan
 
 GIB = 2**30
 LLAMA_3_8B = Shape(4096, 14336, 4096, 1024, 32, 8, 32, 128256, False)
