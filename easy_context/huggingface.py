@@ -149,6 +149,12 @@ def refuse_layer_features(module: Any, dropout: float, options: dict[str, Any]) 
     """Raise ValueError for what a layer asks of its attention function that ours does not compute."""
     if dropout:
         raise ValueError(f"attention dropout {dropout} cannot be honoured: set config.attention_dropout = 0")
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if options.get(key) is not None:
+            raise ValueError(
+                f"{key} cannot be honoured on split rows: give prepare_seq_parallel_inputs documents=, where those of "
+                "whole rows start, and pass what it returns to the model as documents="
+            )
     for key, neutral in _NEUTRAL.items():
         value = options.get(key, neutral)
         if value is not None and value != neutral:

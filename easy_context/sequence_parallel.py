@@ -1,6 +1,7 @@
 """The public functions: swap a model's attention for a sequence-parallel one, split rows over ranks, gather them."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,11 +9,13 @@ import torch.nn.functional as F
 
 from . import huggingface
 from .agreement import check_together
+from .kernels.documents import Documents
 from .loss import IGNORE_INDEX
 from .mesh import CurrentMesh, Mesh, launched_processes
 from .model_hooks import attention_function, create_mask, loss_of_shards
 from .modes import build_mode, find_mode
 from .modes.base import ParallelMode
+from .packing import DocumentStarts, find_documents, targets_within
 from .patch import Patch, applied_patch, current_patch, record_patch
 from .row_checks import check_columns, describe_rows
 
@@ -88,17 +91,22 @@ def prepare_seq_parallel_inputs(
     device: torch.device | str,
     ring_degree: int | None = None,
     *,
+    documents: DocumentStarts | None = None,
     check_rows: bool = True,
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Any]:
     """Return this rank's shard of a batch of whole rows, on `device`.
 
     A length that does not divide is padded at the end: positions go on, targets are -100, and under causal attention
     no real token sees the padding. `gather_seq_parallel_outputs(..., length=...)` cuts it off again.
 
+    With `documents` the rows are packed: a patched model that is given "documents" attends within each of them. That
+    is never guessed from restarting positions alone, which the model refuses.
+
     Args:
         seq_algo: the mode.
         input_ids: `[batch, seq]` int64.
-        position_ids: `[batch, seq]` or `[1, seq]` int64, positions in the whole row.
+        position_ids: `[batch, seq]` or `[1, seq]` int64, positions in the whole row; with `documents` they may count
+            from 0 in each.
         target_ids: `[batch, seq]` int64, already shifted (`target_ids[i]` is the token after `input_ids[i]`), -100
             where there is none; or None.
         rank: in the sequence-parallel group.
@@ -106,35 +114,50 @@ def prepare_seq_parallel_inputs(
         device: where the shards go.
         ring_degree: of usp_attn, ranks in a ring; None for that of the applied patch, or the patch's own choice. The
             other modes have one way to split, and take 1 or None.
+        documents: for each row where its documents start, 0 first; or "position_ids", if these start anew from 0 at
+            each. Targets at the end of a document become -100.
         check_rows: where the applied patch splits rows, compare checksums of the rows over the group whenever `rank`
             and `world_size` are this process's own. That is collective: every rank of the group calls this for the same
             batches. False leaves it out.
 
     Returns:
-        "local_input_ids", "local_position_ids" and "local_target_ids" (None if target_ids is), `[batch, shard]`.
+        "local_input_ids", "local_position_ids" and "local_target_ids" (None if target_ids is), `[batch, shard]`; with
+        `documents` also "documents", of the whole rows, to be passed to the model under this name.
 
     Raises:
-        ValueError: tensors of different lengths, or rows that are not the same on every rank; then on every rank.
+        ValueError: tensors of different lengths, documents that cannot be, or rows that are not the same on every rank;
+            then on every rank.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a sequence-parallel group of {world_size}")
     ring_degree = _ring_degree(seq_algo, world_size, ring_degree)
     mode = build_mode(seq_algo, Mesh(sequence_rank=rank, sequence_size=world_size, ring_degree=ring_degree))
     rows = input_ids, position_ids, target_ids
+
+    def find() -> Documents | None:
+        check_columns(*rows)
+        return None if documents is None else find_documents(documents, rows[0].shape, rows[1])
+
+    def check() -> dict[str, Any]:
+        found = find()
+        return {**describe_rows(*rows), "checksum of documents": found and found.checksum}
+
     if check_rows and _is_own_shard(mode):
         check_together(
-            lambda: describe_rows(*rows),
+            check,
             current_patch().mesh.sequence_group,
             "the ranks that share a row were given different rows (prepare_dataloader gives them the same)",
         )
-    else:
-        check_columns(*rows)
+    packed = find()
     padding = -input_ids.shape[1] % mode.multiple_of
     if padding:
         input_ids = F.pad(input_ids, (0, padding), value=0)
         following = torch.arange(1, padding + 1, device=position_ids.device, dtype=position_ids.dtype)
         position_ids = torch.cat((position_ids, position_ids[:, -1:] + following), dim=1)
         target_ids = F.pad(target_ids, (0, padding), value=IGNORE_INDEX) if target_ids is not None else None
+    if packed is not None:
+        packed = packed.lengthened(padding)
+        target_ids = None if target_ids is None else targets_within(packed, target_ids)
 
     def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else mode.shard(tensor).to(device)
@@ -143,6 +166,7 @@ def prepare_seq_parallel_inputs(
         "local_input_ids": local(input_ids),
         "local_position_ids": local(position_ids),
         "local_target_ids": local(target_ids),
+        **({} if packed is None else {"documents": packed}),
     }
 
 

@@ -1,10 +1,12 @@
 """This rank's part of whole rows, as keyword arguments of the model."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .mesh import CurrentMesh, Mesh
+from .packing import find_documents, restarting_positions
 from .sequence_parallel import prepare_seq_parallel_inputs
 
 
@@ -14,7 +16,10 @@ def shard_batch(
     targets: torch.Tensor,
     mesh: CurrentMesh | Mesh,
     device: torch.device | str,
-) -> dict[str, torch.Tensor]:
+    *,
+    documents: Sequence[Sequence[int]] | None = None,
+    restart_positions: bool = True,
+) -> dict[str, Any]:
     """Return this rank's shard of a batch of whole rows, which `model(**shard, num_items_in_batch=n)` takes.
 
     With the fused loss, `.loss` is then the sum of the losses of this rank's targets divided by n; added up over the
@@ -27,20 +32,24 @@ def shard_batch(
             the edge of a shard loses its target.
         mesh: the grid of ranks, from `apply_seq_parallel_monkey_patch`.
         device: where the shard goes.
+        documents: if the rows are packed, for each row where its documents start, 0 first. Attention then stays within
+            documents, and no target is the first token of another one.
+        restart_positions: let positions count from 0 in each document, as if it were alone; else they go on.
 
     Returns:
-        `input_ids`, `position_ids` and `shift_labels` `[batch, shard]` int64.
+        `input_ids`, `position_ids` and `shift_labels` `[batch, shard]` int64, and "documents" if they are given.
 
     Raises:
         ValueError: as `prepare_seq_parallel_inputs`.
     """
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    local = prepare_seq_parallel_inputs(
-        mode, input_ids, position_ids, targets, mesh.sequence_rank, mesh.sequence_size, device
-    )
+    if documents is not None and restart_positions:
+        position_ids = restarting_positions(find_documents(documents, input_ids.shape, position_ids), input_ids.device)
+    place = mesh.sequence_rank, mesh.sequence_size, device
+    local = prepare_seq_parallel_inputs(mode, input_ids, position_ids, targets, *place, documents=documents)
     shard = {
         "input_ids": local["local_input_ids"],
         "position_ids": local["local_position_ids"],
         "shift_labels": local["local_target_ids"],
     }
-    return cast(dict[str, torch.Tensor], shard)  # none is None, as there are targets
+    return shard if documents is None else {**shard, "documents": local["documents"]}

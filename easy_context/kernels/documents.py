@@ -59,6 +59,16 @@ class Documents:
         """The number of queries in a row, which is that of the keys where they are the same tokens."""
         return self.queries[0][-1]
 
+    @property
+    def checksum(self) -> int:
+        """A number that is the same on ranks that were given the same documents."""
+        return hash(self.queries)
+
+    def lengthened(self, tokens: int) -> "Documents":
+        """Return the documents of whole rows, the last of each longer by so many tokens of padding."""
+        rows = tuple((*borders[:-1], borders[-1] + tokens) for borders in self.queries)
+        return Documents(rows, rows)
+
     def among(self, queries: Ranges, keys: Ranges) -> "Documents":
         """Return how the documents lie in a part of this block; the same object for the same part."""
         if (queries, keys) not in self._parts:
