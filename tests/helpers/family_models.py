@@ -120,6 +120,16 @@ def sharded_step(
     return StepResult(loss.item(), gradients, logits)
 
 
+def loss_and_gradients(model, rows) -> tuple[torch.Tensor, dict]:
+    """Run a model forward and backward on ids and targets [batch, tokens]; return its loss and all gradients."""
+    model.zero_grad()
+    torch.manual_seed(5)  # for dropout
+    ids, targets = rows
+    loss = model(ids, labels=targets, shift_labels=targets, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
 def gradients_of(model) -> dict[str, torch.Tensor]:
     """Copies of the gradients of all parameters that have one."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -10,6 +10,7 @@ from family_models import (
     counted_calls,
     family_model,
     gradients_of,
+    loss_and_gradients,
     patched,
     planned,
     random_rows,
@@ -40,36 +41,21 @@ PLANS = {
 }
 
 
-@pytest.fixture
-def one_process():
-    with patched("zigzag_ring_attn", attn_kernel="cpu") as mesh:
-        yield mesh
-
-
-def step(model, rows) -> tuple[torch.Tensor, dict]:
-    model.zero_grad()
-    torch.manual_seed(5)  # for dropout
-    ids, targets = rows
-    loss = model(ids, labels=targets, shift_labels=targets, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), gradients_of(model)
-
-
 @pytest.mark.parametrize("tile", [0, 7])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients_on_one_process(family, tile):
     """Identical where whole tensors are computed, whose sums tiles take in another order."""
     with patched("data_parallel", family, attn_kernel="cpu"):
         rows = random_rows(2, 20)
-        loss, gradients = step(family_model(family, layers=LAYERS), rows)
+        loss, gradients = loss_and_gradients(family_model(family, layers=LAYERS), rows)
         for text in PLANS:
             model = apply_memory_plan(
                 family_model(family, layers=LAYERS), parse_memory_plan(text, LAYERS), mlp_tile_size=tile
             )
             for seed in (1, 2):  # rows of another length in between
-                own_loss, own_gradients = step(model, rows if seed == 1 else random_rows(1, 9))
+                own_loss, own_gradients = loss_and_gradients(model, rows if seed == 1 else random_rows(1, 9))
                 if seed == 2:
-                    own_loss, own_gradients = step(model, rows)
+                    own_loss, own_gradients = loss_and_gradients(model, rows)
                 assert own_loss.item() == pytest.approx(loss.item(), rel=1e-6), text
                 assert own_gradients.keys() == gradients.keys(), text
                 for name, gradient in gradients.items():
@@ -145,7 +131,7 @@ def test_matrix_products_that_run_twice(one_process, text, tile, recomputed):
     for plan, size in (("all", 0), (text, tile)):
         apply_memory_plan(model, parse_memory_plan(plan, LAYERS), mlp_tile_size=size)
         with CountedProducts() as counter:
-            step(model, rows)
+            loss_and_gradients(model, rows)
         operations.append(counter.multiplications)
     assert operations[1] - operations[0] == recomputed * HIDDEN**2 * tokens
 
@@ -191,15 +177,15 @@ def test_a_family_whose_layers_read_the_last_projection(monkeypatch):
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4
     )
     model, rows = Olmo2ForCausalLM(config).train(), random_rows(2, 20)
-    loss, gradients = step(model, rows)
+    loss, gradients = loss_and_gradients(model, rows)
     for text in ("input", "input+projections", "input,nothing"):
         with planned(model, text):
-            own_loss, own_gradients = step(model, rows)
+            own_loss, own_gradients = loss_and_gradients(model, rows)
         assert own_loss == loss
         assert_identical(own_gradients, gradients, text)
     monkeypatch.setattr(projections, "_LAST_OUTPUT_IS_ADDED", ("olmo2",))
     with planned(Olmo2ForCausalLM(config).train(), "input") as model:
-        assert not all(gradient.isfinite().all() for gradient in step(model, rows)[1].values())
+        assert not all(gradient.isfinite().all() for gradient in loss_and_gradients(model, rows)[1].values())
 
 
 @pytest.mark.parametrize("trained", ["layers.2.", "layers.0.self_attn.q_proj", "embed_tokens", "down_proj", "bias"])
@@ -208,11 +194,11 @@ def test_frozen_parameters(trained):
         model, rows = family_model("qwen2", layers=LAYERS), random_rows(2, 16)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
-        _, gradients = step(model, rows)
+        _, gradients = loss_and_gradients(model, rows)
         assert len(gradients) > 0
         for text in PLANS:
             with planned(model, text):
-                assert_identical(step(model, rows)[1], gradients, f"{trained} {text}")
+                assert_identical(loss_and_gradients(model, rows)[1], gradients, f"{trained} {text}")
 
 
 def test_under_autocast_the_gradients_are_those_without_checkpointing(one_process):
@@ -225,7 +211,7 @@ def test_under_autocast_the_gradients_are_those_without_checkpointing(one_proces
                 loss = model(rows[0], labels=rows[1], shift_labels=rows[1], use_cache=False).loss
             loss.backward()  # outside of autocast, as recommended
         results.append((loss.detach(), gradients_of(model)))
-    assert results[0][0] != step(model, rows)[0]
+    assert results[0][0] != loss_and_gradients(model, rows)[0]
     for text, (loss, gradients) in zip(PLANS, results[1:], strict=True):
         assert torch.equal(loss, results[0][0])
         assert_identical(gradients, results[0][1], text)
@@ -245,10 +231,10 @@ def test_dropout_draws_the_same_masks_in_every_run(one_process):
     for layer in model.model.layers:
         layer.mlp.up_proj, layer.self_attn.o_proj = WithDropout(layer.mlp.up_proj), WithDropout(layer.self_attn.o_proj)
         layer.mlp.down_proj.register_forward_hook(lambda module, args, out: torch.nn.functional.dropout(out, 0.4))
-    loss, gradients = step(model, rows)
+    loss, gradients = loss_and_gradients(model, rows)
     for text in PLANS:
         with planned(model, text):
-            own_loss, own_gradients = step(model, rows)
+            own_loss, own_gradients = loss_and_gradients(model, rows)
         assert torch.equal(own_loss, loss), text
         assert_identical(own_gradients, gradients, text)
 
@@ -257,13 +243,13 @@ def test_a_tensor_made_between_two_layers_is_kept(one_process):
     """What a layer starts from is made again from the layer before only if it is that layer's output."""
     model, rows = family_model("llama", layers=LAYERS), random_rows(2, 16)
     model.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
-    _, gradients = step(model, rows)
+    _, gradients = loss_and_gradients(model, rows)
     with planned(model, "input,nothing"):
-        assert_identical(step(model, rows)[1], gradients)
+        assert_identical(loss_and_gradients(model, rows)[1], gradients)
     model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
-    _, gradients = step(model, rows)
+    _, gradients = loss_and_gradients(model, rows)
     with planned(model, "input,nothing"):
-        assert_identical(step(model, rows)[1], gradients)
+        assert_identical(loss_and_gradients(model, rows)[1], gradients)
 
 
 def test_two_forwards_before_two_backwards(one_process):
@@ -311,10 +297,10 @@ def test_liger_s_layers_which_write_into_their_inputs(family):
         finally:
             vars(module).update(names)
         rows = tuple(x.cuda() for x in random_rows(1, 512))
-        loss, gradients = step(model, rows)
+        loss, gradients = loss_and_gradients(model, rows)
         for text in PLANS:
             with planned(model, text):
-                own_loss, own_gradients = step(model, rows)
+                own_loss, own_gradients = loss_and_gradients(model, rows)
             assert torch.equal(own_loss, loss), text
             for name, gradient in gradients.items():
                 assert relative_error(own_gradients[name], gradient) < 1e-3, f"{name}: {text}"

@@ -12,7 +12,7 @@ from family_models import (
     counted_calls,
     family_model,
     gradients_of,
-    patched,
+    loss_and_gradients,
     random_rows,
 )
 from plain_attention import relative_error
@@ -23,21 +23,6 @@ from easy_context.memory.recompute import checkpoint_layer
 LAYERS = 3
 # Newer transformers call it activation checkpointing; the old name serves all versions.
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_(enable|disable). is deprecated")
-
-
-@pytest.fixture
-def one_process():
-    with patched("zigzag_ring_attn", attn_kernel="cpu") as mesh:
-        yield mesh
-
-
-def loss_and_gradients(model, rows) -> tuple[torch.Tensor, dict]:
-    model.zero_grad()
-    torch.manual_seed(5)  # for dropout
-    ids, targets = rows
-    loss = model(ids, labels=targets, shift_labels=targets, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("settings", CHECKPOINTING_SETTINGS, ids=str)
