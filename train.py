@@ -112,9 +112,9 @@ def train(args: Arguments, watch: Watch) -> None:
         f"{args.seq_length} tokens"
     )
 
-    def shard(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(batch: dict) -> dict:
         """This rank's part of a batch of whole rows, as keyword arguments of the model."""
-        return shard_batch(args.parallel_mode, batch["input_ids"], batch["targets"], mesh, accelerator.device)
+        return shard_batch(args.parallel_mode, **batch, mesh=mesh, device=accelerator.device)
 
     # --- The loop: one accumulation window is one optimizer step. ---
     # DeepSpeed and DDP average gradients over processes, and both divide by the accumulation steps. The loss is already

@@ -1,9 +1,9 @@
 """Columns beside a row's token ids: which of them say how the row is to be read, and what follows from them.
 
 A column is known by its name, as TRL, Axolotl, LLaMA-Factory, torchtune, LLM Foundry, MaxText, NeMo and Megatron write
-it. What it says is honoured where that is only a matter of leaving tokens out, and refused where it cannot be: a row of
-packed documents that do not see each other, or a loss that is weighted or masked. A column that says nothing (positions
-that count from 0, a mask of ones) is no obstacle.
+it. A column that says nothing (positions that count from 0, a mask of ones) is no obstacle. Padding is left out.
+Columns that tell the documents of a packed row apart serve a reader that keeps them apart; others refuse them, except
+for the column that prepare_data.py writes. A loss that is weighted or masked is refused.
 """
 
 import functools
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..common.constants import IGNORE_INDEX
+from .documents import COLUMN, KINDS, starts_of_column
 
 _KINDS = {
     "padding": r"attention_masks?",
@@ -27,7 +28,8 @@ _KINDS = {
     "weights": r"(loss|token)_?(weight|scale)s?|weights",
     "targets": r"(label|target|lm_label)_?ids|(lm|shift|shifted)_?labels|targets?|target_tokens",
 }
-_PACKED = "packed documents would be read as one text; give each document a row of its own"
+_PACKED = "packed documents would be read as one text"
+_REMEDY = "give each document a row of its own, or train with --respect-documents"
 _LABELS = f"give labels instead, a copy of input_ids with {IGNORE_INDEX} where nothing is to be learned"
 
 
@@ -54,16 +56,20 @@ def describe_columns(columns: Iterable[str], used: Collection[str]) -> str | Non
     return "; ".join(notes) or None
 
 
-def apply_columns(row: Mapping[str, Any], ids: Any, labels: Any = None) -> tuple[Any, Any]:
-    """Return a row's tokens and labels after all that its other columns say.
+def apply_columns(
+    row: Mapping[str, Any], ids: Any, labels: Any = None, *, apart: bool = False
+) -> tuple[Any, Any, list[int] | None]:
+    """Return a row's tokens and labels after all that its other columns say, and where its documents start.
 
     Args:
         row: column -> value; lists, arrays or tensors. Values that are None or no lists say nothing.
         ids: token ids `[length]`, an array or tensor.
         labels: of the same length and type; `ids` if None.
+        apart: the reader keeps documents apart.
 
     Returns:
-        `ids` and `labels` without the padding that an attention mask hides at either end.
+        `ids` and `labels` without the padding that an attention mask hides at either end, and where documents start in
+        them: 0 and places in rising order; None if no column tells it.
 
     Raises:
         ValueError: a column that cannot be honoured, with its name first.
@@ -74,10 +80,31 @@ def apply_columns(row: Mapping[str, Any], ids: Any, labels: Any = None) -> tuple
     for column, values in known.items():
         if kind_of(column) == "padding":
             kept = _shown(column, values, len(ids))
-    for column, values in known.items():
-        if kind_of(column) != "padding" and values.ndim:
+    lists = {column: values for column, values in known.items() if kind_of(column) != "padding" and values.ndim}
+    for column, values in lists.items():
+        if kind_of(column) not in KINDS:
             _check(column, values, kept, np.asarray(ids), np.asarray(labels))
-    return ids[kept], labels[kept]
+    return ids[kept], labels[kept], _find_starts(lists, kept, len(ids), apart)
+
+
+def _find_starts(columns: Mapping[str, np.ndarray], kept: slice, length: int, apart: bool) -> list[int] | None:
+    """Return where documents start according to the columns, which must agree; None if none of them tells it."""
+    found: dict[str, list[int]] = {}
+    for column, values in columns.items():
+        if (kind := kind_of(column)) in KINDS:
+            try:
+                starts = starts_of_column(kind, values, kept, length)
+            except ValueError as error:
+                raise ValueError(f"{column} {_few(values)} {error}") from None
+            if starts is not None:
+                found[column] = starts
+    dividing = {column: starts for column, starts in found.items() if len(starts) > 1}
+    for column, starts in dividing.items():
+        if not apart and column != COLUMN:
+            raise ValueError(f"{column} {_few(columns[column])} tells documents apart: {_PACKED}; {_REMEDY}")
+        if starts != (first := next(iter(dividing.values()))):
+            raise ValueError(f"{column} divides the row at {starts[1:4]}, {next(iter(dividing))} at {first[1:4]}")
+    return next(iter(dividing.values()), next(iter(found.values()), None))
 
 
 def _array(values: Any) -> np.ndarray:
@@ -101,19 +128,9 @@ def _shown(column: str, mask: np.ndarray, length: int) -> slice:
 
 def _check(column: str, values: np.ndarray, kept: slice, ids: np.ndarray, labels: np.ndarray) -> None:
     kind = kind_of(column)
-    if kind in ("lengths", "boundaries"):
-        if not np.isin(values, (0, len(ids), kept.stop, kept.stop - kept.start)).all():
-            raise ValueError(f"{column} {_few(values)} divides the row: {_PACKED}")
-        return
-    if kind == "documents" and (values.ndim != 1 or len(values) != len(ids)):
-        return  # of the row as a whole
     _check_length(column, values, len(ids))
     values, ids, labels = values[kept], ids[kept], labels[kept]
     learned = labels != IGNORE_INDEX
-    if kind == "positions" and not np.array_equal(values, np.arange(len(ids))):
-        raise ValueError(f"{column} {_few(values)} does not count from 0 by ones: {_PACKED}")
-    if kind == "documents" and (values != values[:1]).any():
-        raise ValueError(f"{column} changes within a row: {_PACKED}")
     if (kind == "learned" and learned[values == 0].any()) or (kind == "not learned" and learned[values != 0].any()):
         raise ValueError(f"{column} marks tokens that are not to be learned, but only labels are read: {_LABELS}")
     if kind == "weights" and (values[learned] != 1).any():

@@ -6,6 +6,7 @@ so nothing is merged. Off the diagonal of a split row at most one document reach
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -63,6 +64,11 @@ class Documents:
     def checksum(self) -> int:
         """A number that is the same on ranks that were given the same documents."""
         return hash(self.queries)
+
+    @property
+    def squared_lengths(self) -> int:
+        """The sum over all documents of the square of their length: about twice the (query, key) pairs of attention."""
+        return sum((end - start) ** 2 for borders in self.queries for start, end in itertools.pairwise(borders))
 
     def lengthened(self, tokens: int) -> "Documents":
         """Return the documents of whole rows, the last of each longer by so many tokens of padding."""

@@ -86,6 +86,7 @@ def model_problems(
     dtype: "torch.dtype",
     engine: str = "easy_context",
     ring_degree: int | None = None,
+    documents: bool = False,
 ) -> Iterator[str]:
     """Yield each reason, in the words of the command line, why a model cannot run on split rows.
 
@@ -100,6 +101,7 @@ def model_problems(
         dtype: of the activations.
         engine: what computes the mode.
         ring_degree: processes in a ring of usp_attn; None for the mode's choice.
+        documents: rows are packed, and their documents kept apart.
     """
     from ..huggingface import head_dim, modeling_module, refuse_model_features
     from ..mesh import Mesh
@@ -113,7 +115,7 @@ def model_problems(
         if device is None:
             return
         mode_class = find_mode(mode, engine)
-        mode_class.check_kernel(kernel, device, dtype, head_dim(config))
+        mode_class.check_kernel(kernel, device, dtype, head_dim(config), documents)
         mode_class.over(Mesh())  # imports the engine's library, only where it could run
 
     try:

@@ -48,6 +48,13 @@ class Arguments:
         "most tokens of a row: longer rows are cut, shorter ones are padded to the longest of their micro-batch",
         least=2,
     )
+    respect_documents: bool = _flag(
+        False,
+        "keep the documents of a row apart: attention and targets stay within each, and positions start anew. Where "
+        "documents start is told by a column (prepare_data.py writes document_lengths) or by one of the next two flags",
+    )
+    documents_end_with: int | None = _flag(None, "id of the token that ends each document, such as EOS", least=0)
+    documents_begin_with: int | None = _flag(None, "id of the token that begins each document, such as BOS", least=0)
     rope_theta: float | None = _flag(None, "new base of the rotary embeddings; the model's own if not given")
     eval_dataset: str | None = _flag(None, "rows to report a loss on, in the forms that --dataset takes")
     eval_every: int = _flag(100, "optimizer steps between evaluations", least=1)

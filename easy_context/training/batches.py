@@ -1,17 +1,17 @@
 """Rows of token ids for each optimizer step: seeded, endless, the same for every rank that shares a row."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from ..common.constants import IGNORE_INDEX
-from ..data.token_rows import TokenRows
+from ..data.token_rows import TokenRow, TokenRows
 from ..loss import next_token_targets
 from ..mesh import Mesh
 from .arguments import Arguments
 
-Row = tuple[torch.Tensor, torch.Tensor]  # ids and labels, [length] int64
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 
 
 class RowStream:
@@ -21,7 +21,7 @@ class RowStream:
         self._rows, self._seed, self._epoch = rows, seed, -1
         self._order: list[int] = []
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> TokenRow:
         """Return row `number`, counted from the start of training."""
         return self._rows[self.index(number)]
 
@@ -74,24 +74,27 @@ def evaluation_batches(rows: TokenRows, args: Arguments, mesh: Mesh) -> Iterator
         yield batch
 
 
-def collate(rows: list[Row], seq_length: int) -> Batch:
+def collate(rows: list[TokenRow], seq_length: int) -> Batch:
     """Put rows of any length into one batch: longer ones are cut at seq_length, shorter ones padded on the right.
 
     Args:
-        rows: ids and labels of each.
+        rows: of a dataset.
         seq_length: most tokens of a row.
 
     Returns:
         `input_ids` and `targets` (the next token's id, or -100) `[batch, longest]` int64; padding is token 0 without a
-        target, which the causal mask hides from every real token.
+        target, which the causal mask hides from every real token. If documents are kept apart also `documents`, where
+        those of each row start; padding is one of its own.
     """
-    longest = min(seq_length, max(1, *(len(ids) for ids, _ in rows)))
+    longest = min(seq_length, max(1, *(len(row.ids) for row in rows)))
     input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORE_INDEX)
-    for i, (ids, own_labels) in enumerate(rows):
-        length = min(len(ids), longest)
-        input_ids[i, :length], labels[i, :length] = ids[:length], own_labels[:length]
-    return {"input_ids": input_ids, "targets": next_token_targets(labels)}
+    for i, row in enumerate(rows):
+        length = min(len(row.ids), longest)
+        input_ids[i, :length], labels[i, :length] = row.ids[:length], row.labels[:length]
+    batch = {"input_ids": input_ids, "targets": next_token_targets(labels)}
+    starts = [[*row.documents, len(row.ids)] for row in rows if row.documents is not None]
+    return batch | {"documents": [[place for place in row if place < longest] for row in starts]} if starts else batch
 
 
 def describe_lengths(rows: TokenRows, seq_length: int) -> str | None:

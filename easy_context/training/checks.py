@@ -61,7 +61,7 @@ def flag_problems(args: Arguments, config: Any, world_size: int, here: bool = Tr
         world_size: processes of the launch.
         here: whether the run is on this machine, whose packages and GPUs are then checked, too.
     """
-    problems = _number_problems(args)
+    problems = _number_problems(args) + _document_problems(args)
     size, problem = _sequence_parallel_size(args, world_size)
     if config is not None and size is not None and not problems:
         problem += _model_problems(args, config, size, here)
@@ -93,6 +93,17 @@ def _number_problems(args: Arguments) -> list[str]:
     if not all(0 <= beta < 1 for beta in args.adam_betas):
         problems.append(f"--adam-betas {args.adam_betas} must lie in [0, 1)")
     return problems
+
+
+def _document_problems(args: Arguments) -> list[str]:
+    flags = {
+        f"--{name.replace('_', '-')} {value}": value
+        for name in ("documents_end_with", "documents_begin_with")
+        if (value := getattr(args, name)) is not None
+    }
+    if flags and not args.respect_documents:
+        return [f"{' and '.join(flags)} without --respect-documents has no effect: give it, too"]
+    return [f"{' and '.join(flags)}: give one of them"] if len(flags) > 1 else []
 
 
 def _output_problems(args: Arguments) -> list[str]:
@@ -175,6 +186,7 @@ def _model_problems(args: Arguments, config: Any, size: int, here: bool) -> list
         seq_length=args.seq_length,
         device=device if here else None,
         dtype=torch.bfloat16 if args.mixed_precision == "bf16" else torch.float32,
+        documents=args.respect_documents,
     )
     checks = [
         lambda: set_rope_theta(copy.deepcopy(config), args.rope_theta, args.seq_length),
@@ -194,9 +206,13 @@ def _check_dropout(config: Any) -> None:
 
 
 def _load_rows(flag: str, name: str, args: Arguments, config: Any) -> tuple[Any, list[str]]:
+    from ..data.documents import DocumentRule
     from ..data.token_rows import TokenRows
 
+    documents = DocumentRule(args.documents_begin_with, args.documents_end_with) if args.respect_documents else None
     try:
-        return TokenRows(name, flag, None if config is None else config.vocab_size, max(2, args.seq_length)), []
+        return TokenRows(
+            name, flag, None if config is None else config.vocab_size, max(2, args.seq_length), documents
+        ), []
     except ValueError as error:
         return None, [str(error)]

@@ -35,7 +35,8 @@ def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
     Args:
         config: of the model.
         parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
-        seq_length: tokens of a row, or the mean over all tokens of the length of their row.
+        seq_length: tokens of a row, or the mean over all tokens of the length of their row, or of their document where
+            attention stays within documents.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length

@@ -49,7 +49,7 @@ class StepMeter:
         """Start the clock anew, so that what came before (an evaluation, a checkpoint) is no training time."""
         self._start = time.perf_counter()
 
-    def count(self, shards: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def count(self, shards: list[dict[str, Any]]) -> torch.Tensor:
         """Count the tokens of the step that begins, over all ranks; collective.
 
         Args:
@@ -63,15 +63,22 @@ class StepMeter:
             [
                 sum(target.numel() for target in targets),
                 0,
-                # each token weighs the length of its whole row
-                sum(target.numel() * target.shape[1] * self._mesh.sequence_size for target in targets),
+                sum(map(self._squared_lengths, shards)),
             ],
             device=self._accelerator.device,
         )
         counts[1] = sum((target != IGNORE_INDEX).sum() for target in targets)
-        tokens, valid_tokens, lengths = self._accelerator.reduce(counts, reduction="sum").unbind()
-        self._tokens, self._valid_tokens, self._row_length = int(tokens), int(valid_tokens), (lengths / tokens).item()
+        tokens, valid_tokens, squares = self._accelerator.reduce(counts, reduction="sum").unbind()
+        self._tokens, self._valid_tokens = int(tokens), int(valid_tokens)
+        self._mean_length = (squares // self._mesh.sequence_size / tokens).item()  # each rank counted whole rows
         return valid_tokens.clamp(min=1)
+
+    def _squared_lengths(self, shard: dict[str, Any]) -> int:
+        """Return the sum of the squared lengths of the whole rows of a shard, or of their documents if kept apart."""
+        if documents := shard.get("documents"):
+            return documents.squared_lengths
+        rows, tokens = shard["shift_labels"].shape
+        return rows * (tokens * self._mesh.sequence_size) ** 2
 
     def record(self, step: int, loss: float, learning_rate: float, grad_norm: float) -> dict[str, Any]:
         """Return the record of the step that ends now: the keys of a `metrics.jsonl` line except `eval_loss`.
@@ -85,7 +92,7 @@ class StepMeter:
         now, devices = time.perf_counter(), self._accelerator.num_processes
         speed = self._tokens / (now - self._start)
         self._start = now
-        token_flops = flops_per_token(self._config, self._parameters, self._row_length)
+        token_flops = flops_per_token(self._config, self._parameters, self._mean_length)
         return {
             "step": step,
             "loss": loss,
@@ -102,7 +109,7 @@ class StepMeter:
 
 
 @torch.no_grad()
-def mean_loss(accelerator: Any, model: torch.nn.Module, shards: Iterable[dict[str, torch.Tensor]]) -> float:
+def mean_loss(accelerator: Any, model: torch.nn.Module, shards: Iterable[dict[str, Any]]) -> float:
     """Return the mean loss over every target of the shards of all ranks, in nats; collective."""
     model.eval()
     total = torch.zeros((), device=accelerator.device)

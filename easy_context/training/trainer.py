@@ -221,7 +221,8 @@ def split_batch(batch: Batch, device: torch.device | str) -> Batch:
     if bool(((batch.get("position_ids", position_ids) != position_ids) & mask).any()):
         raise ValueError(
             "position_ids are not 0, 1, 2, ... in every row: packed documents cannot be honoured (packing and "
-            "padding_free of trl, DataCollatorWithFlattening); give each document a row of its own"
+            "padding_free of trl, DataCollatorWithFlattening); give each document a row of its own, or train with "
+            "train.py --respect-documents or a loop of your own over shard_batch(..., documents=...)"
         )
     mode, mesh = current_patch().mode, _mesh()
     targets = next_token_targets(labels.masked_fill(~mask, IGNORE_INDEX))

@@ -8,6 +8,7 @@ import torch
 
 from easy_context.common.constants import IGNORE_INDEX
 from easy_context.data import token_rows
+from easy_context.data.documents import DocumentRule
 from easy_context.data.token_rows import TokenRows, UnusableRow, check_rows, load_rows
 
 VOCABULARY = 32
@@ -88,3 +89,53 @@ def test_a_target_must_lie_behind_the_first_token_and_within_seq_length(tmp_path
     rows = load_rows(str(tmp_path / "rows.parquet"), "--dataset")
     with contextlib.nullcontext() if learnable else pytest.raises(ValueError, match="no token to learn"):
         check_rows(rows, VOCABULARY, 4, "--dataset x")
+
+
+def packed_rows(folder, **columns) -> str:
+    datasets.Dataset.from_list([{"input_ids": [5, 6, 2, 7, 2, 8], **columns}] * 2).to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    "columns, rule, expected",
+    [
+        ({"document_lengths": [3, 3]}, DocumentRule(), [0, 3]),
+        ({"position_ids": [0, 1, 2, 0, 1, 0]}, DocumentRule(), [0, 3, 5]),
+        ({}, DocumentRule(end_with=2), [0, 3, 5]),
+        ({}, DocumentRule(begin_with=2), [0, 2, 4]),
+        ({"document_lengths": [3, 3]}, None, None),
+    ],
+)
+def test_rows_tell_where_their_documents_start(tmp_path, columns, rule, expected):
+    rows = TokenRows(packed_rows(tmp_path, **columns), "--dataset", VOCABULARY, 8, rule)
+    assert rows[0].documents == expected
+    assert rows[0].ids.tolist() == [5, 6, 2, 7, 2, 8]
+
+
+@pytest.mark.parametrize(
+    "columns, rule, message",
+    [
+        ({}, DocumentRule(), "--respect-documents: no column of --dataset .*document_lengths.* --documents-end-with"),
+        ({"text": "a"}, DocumentRule(), "no column of --dataset"),
+        ({}, DocumentRule(end_with=30), "--documents-end-with 30: the token marks no document in the first 2 rows"),
+        ({"document_lengths": [3, 3]}, DocumentRule(end_with=2), "row 0: its columns tell .*leave out --documents-end"),
+        ({"document_lengths": [3, 4]}, DocumentRule(), "row 0: document_lengths .3, 4. adds up to 7"),
+        ({"document_lengths": [1] * 6}, DocumentRule(), "no token to learn"),
+        ({"position_ids": None, "seq_idx": [[1]]}, DocumentRule(), "no column tells where its documents start"),
+    ],
+)
+def test_rows_that_do_not_tell_documents_apart_are_refused(tmp_path, columns, rule, message):
+    with pytest.raises(ValueError, match=message):
+        TokenRows(packed_rows(tmp_path, **columns), "--dataset", VOCABULARY, 8, rule)
+
+
+def test_the_log_says_once_that_documents_are_not_kept_apart(tmp_path, caplog):
+    name = packed_rows(tmp_path, document_lengths=[3, 3])
+    for rule in (DocumentRule(), None, None):
+        TokenRows(name, "--eval-dataset", VOCABULARY, 8, rule)
+    said = [record.message for record in caplog.records if "read as one text" in record.message]
+    assert len(said) == 1 and said[0].startswith(f"--eval-dataset {name}: ") and "--respect-documents" in said[0]
+    caplog.clear()
+    (tmp_path / "single").mkdir()
+    TokenRows(packed_rows(tmp_path / "single", document_lengths=[6]), "--dataset", VOCABULARY, 8)
+    assert not caplog.records, "a row that is one document needs no word"

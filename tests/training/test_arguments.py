@@ -155,6 +155,13 @@ def test_the_originals_flags_and_defaults_parse():
         (["--max-grad-norm", "inf"], ["--max-grad-norm inf"]),
         (["--rope-theta", "-1"], ["--rope-theta -1", "positive"]),
         (["--adam-betas", "0.9", "1"], ["--adam-betas", "[0, 1)"]),
+        (["--respect-documents"], ["--respect-documents: no column of --dataset", "--documents-end-with"]),
+        (["--documents-end-with", "2"], ["--documents-end-with 2", "--respect-documents"]),
+        (["--respect-documents", "--documents-begin-with", "99"], ["--documents-begin-with 99", "marks no document"]),
+        (
+            ["--respect-documents", "--documents-end-with", "7", "--attn-engine", "library"],
+            ["--attn-engine library attends across the documents of a row", "use --attn-engine easy_context"],
+        ),
         (["--seed", "-1"], ["--seed -1"]),
         (
             ["--mlp-tile-size", "8", "--gradient-checkpointing", "none"],

@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 
-from easy_context.data.token_rows import TokenRows
+from easy_context.data.token_rows import TokenRow, TokenRows
 from easy_context.loss import IGNORE_INDEX
 from easy_context.mesh import Mesh
 from easy_context.training.batches import RowStream, collate, describe_lengths, evaluation_batches, training_steps
@@ -40,7 +40,7 @@ def test_labels_are_kept(tmp_path):
 
 
 def test_unequal_rows_are_cut_and_padded():
-    batch = collate([(torch.arange(1, n + 1),) * 2 for n in (2, 9, 4)], 5)
+    batch = collate([TokenRow(torch.arange(1, n + 1), torch.arange(1, n + 1)) for n in (2, 9, 4)], 5)
     assert batch["input_ids"].tolist() == [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5], [1, 2, 3, 4, 0]]
     assert batch["targets"].tolist() == [
         [2, *[IGNORE_INDEX] * 4],
@@ -50,8 +50,15 @@ def test_unequal_rows_are_cut_and_padded():
 
 
 def test_an_empty_row_has_no_targets():
-    batch = collate([(torch.tensor([], dtype=torch.int64),) * 2], 5)
+    batch = collate([TokenRow(*[torch.tensor([], dtype=torch.int64)] * 2)], 5)
     assert batch["targets"].tolist() == [[IGNORE_INDEX]]
+
+
+def test_documents_are_cut_with_their_row_and_padding_is_one_of_its_own():
+    lengths_and_starts = [(2, [0, 1]), (9, [0, 4, 5, 7]), (5, [0]), (0, [])]
+    rows = [TokenRow(torch.ones(n, dtype=torch.int64), torch.ones(n), starts) for n, starts in lengths_and_starts]
+    assert collate(rows, 5)["documents"] == [[0, 1, 2], [0, 4], [0], [0]]
+    assert "documents" not in collate([row._replace(documents=None) for row in rows], 5)
 
 
 def test_lengths_are_described_only_where_rows_are_cut_or_padded(rows, tmp_path):

@@ -10,6 +10,7 @@ from tiny_models import tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 
 from easy_context.common.interrupts import Interrupts
+from easy_context.kernels.documents import Documents
 from easy_context.mesh import Mesh
 from easy_context.training import metrics
 from easy_context.training.arguments import Arguments
@@ -211,6 +212,16 @@ def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length(monkey
     record = meter.record(1, 2.5, 1e-5, 0.5)
     assert (record["tokens"], record["valid_tokens"]) == (44, 28)
     assert lengths == [pytest.approx((6 * 6 + 5 * 10) / 11, rel=1e-6)]
+
+
+def test_documents_that_are_kept_apart_count_at_their_own_length(monkeypatch):
+    lengths = []
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: lengths.append(length) or 1.0)
+    meter = StepMeter(FourAlike(), Mesh(sequence_size=2), config=None, model=torch.nn.Linear(2, 2))
+    documents = Documents.of_rows([[0, 2, 3], [0]], 8)
+    meter.count([{"shift_labels": torch.ones(2, 4, dtype=torch.int64), "documents": documents}])
+    meter.record(1, 2.5, 1e-5, 0.5)
+    assert lengths == [pytest.approx((2 * 2 + 1 * 1 + 5 * 5 + 8 * 8) / 16)]
 
 
 def test_a_step_without_targets_is_divided_by_one(monkeypatch):

@@ -162,6 +162,7 @@ def test_a_named_checkpoint_must_be_whole(train, cut_off, capsys):
         (["--seed", "7"], "seed was 42 and is 7"),
         (["--gradient-accumulate-every", "4"], "rows_per_step was 2 and is 4"),
         (["--max-train-steps", "9"], "max_train_steps was 7 and is 9"),
+        (["--respect-documents", "--documents-end-with", "15"], "documents was None and is [None, 15]"),
     ],
 )
 def test_settings_that_change_the_weights_are_refused(train, cut_off, capsys, flags, said):

@@ -151,7 +151,7 @@ def test_packed_documents_are_refused_at_the_start(train, assets, tmp_path, caps
     datasets.Dataset.from_dict(packed).save_to_disk(tmp_path / "packed")
     with pytest.raises(SystemExit):
         train(flag, str(tmp_path / "packed"))
-    message = f"{flag} {tmp_path}/packed: row 0: position_ids [0, 1, 2, 3, ...] does not count from 0 by ones"
+    message = f"{flag} {tmp_path}/packed: row 0: position_ids [0, 1, 2, 3, ...] tells documents apart"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

@@ -209,4 +209,6 @@ def _interleave(text: np.ndarray, labels: np.ndarray, inserts: list[_Insert]) ->
         ids += [text[done : insert.place], insert.ids]
         targets += [labels[done : insert.place], np.where(insert.learn, insert.ids, np.int32(IGNORE_INDEX))]
         done = insert.place
-    return Row(np.concatenate([*ids, text[done:]]), np.concatenate([*targets, labels[done:]]), len(text))
+    whole = np.concatenate([*ids, text[done:]])
+    # One document: questions ask for facts that may stand in another one.
+    return Row(whole, np.concatenate([*targets, labels[done:]]), [len(whole)], len(text))

@@ -13,7 +13,7 @@ import torch
 from ...common.constants import IGNORE_INDEX
 from ...common.files import OPENERS, open_unpacked
 from ...data.datasets import HELD_OUT_FIRST, open_dataset
-from ...data.token_rows import load_rows, tokens_and_labels
+from ...data.token_rows import load_rows, read_row
 from ...loss import next_token_targets
 
 
@@ -101,7 +101,8 @@ def tokenized_documents(name: str, split: str | None = None, subset: str | None 
     """
     for number, row in enumerate(load_rows(name, "--tokenized", split, subset)):
         where = f"--tokenized {name}: row {number}"
-        yield Document(f"row-{number}", *tokens_and_labels(row, where), where)
+        tokens = read_row(row, where)
+        yield Document(f"row-{number}", tokens.ids, tokens.labels, where)
 
 
 def save_tokenized(documents: Iterable[Document], folder: Path) -> tuple[int, int]:

@@ -35,6 +35,8 @@ def settings_of(args: Arguments, data_size: int, rows: TokenRows) -> dict[str, A
     settings = {name: getattr(args, name) for name in _FLAGS}
     settings |= {"adam_betas": list(args.adam_betas), "rows": len(rows), "some_rows": _digest(rows)}
     settings["rows_per_step"] = args.batch_size * args.gradient_accumulate_every * data_size
+    # None where documents are not kept apart, as in checkpoints of versions that could not do it.
+    settings["documents"] = [args.documents_begin_with, args.documents_end_with] if args.respect_documents else None
     if args.lr_scheduler != "constant":
         settings["max_train_steps"] = args.max_train_steps
     return settings
@@ -42,8 +44,8 @@ def settings_of(args: Arguments, data_size: int, rows: TokenRows) -> dict[str, A
 
 def _digest(rows: TokenRows) -> str:
     """Return a checksum of the first row and of many lengths, which differs where other data is under the same name."""
-    ids, labels = rows[0]
-    content = ids.numpy().tobytes() + labels.numpy().tobytes() + repr(rows.lengths(_ROWS_MEASURED)).encode()
+    row = rows[0]
+    content = row.ids.numpy().tobytes() + row.labels.numpy().tobytes() + repr(rows.lengths(_ROWS_MEASURED)).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -16,6 +16,8 @@ from tokenizer_styles import text, tokenizer_of_style
 
 import prepare_data
 
+SEPARATOR = 0  # <|endoftext|> of the tokenizer
+
 
 def rows(folder):
     return load_from_disk(str(folder)).with_format("numpy")
@@ -26,7 +28,7 @@ def test_rows_and_report(prepare, inputs, tmp_path, capsys):
     flags = f"--input {inputs}/novel.txt {inputs}/notes.jsonl --document-start ^CHAPTER --seq-length 512"
     report = prepare(f"{flags} --validation-fraction 0.1 --num-workers 2", output)
     train, validation = rows(output / "train"), rows(output / "validation")
-    assert train.column_names == ["input_ids"]
+    assert train.column_names == ["input_ids", "document_lengths"]
     assert all(len(row) == 512 for row in train["input_ids"])
     assert all(len(row) <= 512 for row in validation["input_ids"])
     novel, notes = report["sources"]
@@ -41,6 +43,27 @@ def test_rows_and_report(prepare, inputs, tmp_path, capsys):
     assert (output / "lengths.png").stat().st_size > 5000
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
     assert "3 bad records" in capsys.readouterr().out
+
+
+def test_rows_tell_where_their_documents_start(prepare, inputs, tmp_path):
+    """The separator ends each document; a row may begin and end within one."""
+    flags = f"--input {inputs}/novel.txt {inputs}/notes.jsonl --document-start ^CHAPTER --seq-length 512"
+    prepare(f"{flags} --validation-fraction 0.1", tmp_path / "rows")
+    several = 0
+    for split in ("train", "validation"):
+        for row in rows(tmp_path / "rows" / split):
+            ids, starts = row["input_ids"], row["document_lengths"].cumsum()[:-1]
+            assert row["document_lengths"].sum() == len(ids) and (row["document_lengths"] > 0).all()
+            assert starts.tolist() == ((ids[:-1] == SEPARATOR).nonzero()[0] + 1).tolist()
+            several += len(starts) > 0
+    assert several > 10
+
+
+def test_a_retrieval_row_is_one_document(prepare, inputs, tmp_path):
+    """Its questions are asked behind other documents than those that hold the facts."""
+    prepare(f"--input {inputs}/notes.jsonl --seq-length 512 --retrieval-fraction 0.5", tmp_path / "rows")
+    numbers = [len(row["document_lengths"]) for row in rows(tmp_path / "rows" / "train")]
+    assert numbers[1::2] == [1] * len(numbers[1::2]) and min(numbers[::2]) > 1
 
 
 def test_same_rows_again_and_with_other_workers(prepare, inputs, tmp_path):
@@ -219,7 +242,7 @@ def test_prompts_are_not_learned(prepare, tmp_path):
     prepare(f"--input {path} --seq-length 128", tmp_path / "rows")
     tokenizer = tokenizer_of_style("smollm2")
     data = rows(tmp_path / "rows" / "train")
-    assert data.column_names == ["input_ids", "labels"]
+    assert data.column_names == ["input_ids", "labels", "document_lengths"]
     for row in data:
         kept = row["labels"] != -100
         assert (row["labels"][kept] == row["input_ids"][kept]).all()
@@ -276,7 +299,7 @@ def test_text_field_decides_between_text_and_prompt(prepare, tmp_path):
         prepare(flags, tmp_path / "rows")
     report = prepare(f"{flags} --text-field text", tmp_path / "rows")
     assert report["sources"][0]["documents"] == 5
-    assert rows(tmp_path / "rows" / "train").column_names == ["input_ids"]
+    assert rows(tmp_path / "rows" / "train").column_names == ["input_ids", "document_lengths"]
 
 
 def test_extra_validation_input(prepare, inputs, tmp_path):

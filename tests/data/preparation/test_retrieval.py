@@ -28,7 +28,7 @@ def ids_of_text(tokenizer):
 def row_of(tokenizer, length):
     ids = ids_of_text(tokenizer)[:length]
     assert len(ids) == length
-    return Row(ids, ids.copy())
+    return Row(ids, ids.copy(), [len(ids)])
 
 
 def learned_runs(row):
@@ -158,7 +158,7 @@ def test_only_bos_comes_before_the_first_fact(style):
     tokenizer = tokenizer_of_style(style)
     row = row_of(tokenizer, 3000)
     bos = np.array([tokenizer.bos_token_id], np.int32)
-    begun = Row(np.concatenate([bos, row.ids]), np.concatenate([bos, row.labels]))
+    begun = Row(np.concatenate([bos, row.ids]), np.concatenate([bos, row.labels]), row.document_lengths)
     for given, start in ((row, 0), (begun, 1)):
         new, facts, inserts = write(tokenizer, given, templates=OWN_TEMPLATES)
         assert inserts[0].place == start
@@ -171,7 +171,7 @@ def test_no_character_is_cut_where_text_has_no_sentences(style):
     tokenizer = tokenizer_of_style(style)
     ids = np.array(tokenizer("山高水長日月星辰🙂" * 400, add_special_tokens=False)["input_ids"][:4000], np.int32)
     for seed in range(3):
-        new, _, inserts = write(tokenizer, Row(ids, ids.copy()), seed, facts_per_thousand=3.0)
+        new, _, inserts = write(tokenizer, Row(ids, ids.copy(), [len(ids)]), seed, facts_per_thousand=3.0)
         places = {insert.place for insert in inserts if insert.place < new.text_tokens}
         assert len(places) > 10
         assert not any("\ufffd" in text_of(tokenizer, ids[:place]) for place in places)
@@ -212,7 +212,7 @@ def test_prompts_of_the_text_stay_unlearned():
     tokenizer = tokenizer_of_style("smollm2")
     row = row_of(tokenizer, 4000)
     writer = RetrievalWriter(tokenizer, RetrievalSettings(1.0, 1.0, text_labels=1.0))
-    masked = writer(np.random.default_rng(0), Row(row.ids, np.full(4000, -100, np.int32)))
+    masked = writer(np.random.default_rng(0), Row(row.ids, np.full(4000, -100, np.int32), [4000]))
     assert (masked.labels != -100).sum() < 100
 
 
