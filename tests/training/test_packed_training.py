@@ -5,6 +5,7 @@ whatever the order.
 """
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -98,33 +99,40 @@ def test_without_the_flag_attention_crosses_documents_and_the_log_says_so(assets
     assert len(said) == 2 and said[0].startswith("--dataset") and said[1].startswith("--eval-dataset")
 
 
+def under_zero3(rank: int, config: str) -> None:
+    """Have Accelerate use DeepSpeed in this process, and say so when it does."""
+    import deepspeed
+
+    del os.environ["ACCELERATE_USE_CPU"]  # with it Accelerate would leave DeepSpeed out
+    os.environ.update({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config})
+    initialize = deepspeed.initialize
+
+    def say(*args, **kwargs):
+        engine, *others = initialize(*args, **kwargs)
+        print("ZeRO stage", engine.zero_optimization_stage())
+        return engine, *others
+
+    deepspeed.initialize = say
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    "processes, zero_stage, flags",
-    [
-        (2, None, ["--parallel_mode", "ulysses_attn", "--gradient-accumulate-every", "4"]),
-        (
-            4,
-            3,
-            [
-                *("--parallel_mode", "zigzag_ring_attn", "--sequence-parallel-size", "2"),
-                *("--gradient-accumulate-every", "2", "--memory-plan", "input@cpu+attention,input"),
-            ],
-        ),
-    ],
-)
-def test_several_processes_train_packed_rows_as_their_documents(
-    assets, expected, tmp_path, processes, zero_stage, flags
-):
-    """Under DDP, and under ZeRO-3 in two groups with layers that are recomputed."""
-    variables = {}
-    if zero_stage is not None:
-        (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": zero_stage}}))
-        variables = {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "zero.json"),
-        }
-    all_flags = [*flags_of(assets, "lengths", tmp_path / "out"), "--respect-documents", *flags]
-    run = ForkedRun(tmp_path / "said.txt", processes, all_flags, **variables)
-    assert run.wait(240) == [0] * processes, run.said()[-3000:]
+def test_two_processes_under_ddp_train_packed_rows_as_their_documents(assets, expected, tmp_path):
+    flags = ["--respect-documents", "--parallel_mode", "ulysses_attn", "--gradient-accumulate-every", "4"]
+    run = ForkedRun(tmp_path / "said.txt", 2, [*flags_of(assets, "lengths", tmp_path / "out"), *flags])
+    assert run.wait(300) == [0] * 2, run.said()[-3000:]
+    assert_alike(tmp_path / "out", expected)
+
+
+@pytest.mark.launch
+def test_four_processes_under_zero3_train_packed_rows_as_their_documents(assets, expected, tmp_path):
+    """Two groups of two, with layers that are recomputed."""
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    flags = [
+        *("--respect-documents", "--parallel_mode", "zigzag_ring_attn", "--sequence-parallel-size", "2"),
+        *("--gradient-accumulate-every", "2", "--memory-plan", "input@cpu+attention,input"),
+    ]
+    all_flags = [*flags_of(assets, "lengths", tmp_path / "out"), *flags]
+    run = ForkedRun(tmp_path / "said.txt", 4, all_flags, (under_zero3, (str(tmp_path / "zero.json"),)))
+    assert run.wait(300) == [0] * 4, run.said()[-3000:]
+    assert run.said().count("ZeRO stage 3") == 4
     assert_alike(tmp_path / "out", expected)
