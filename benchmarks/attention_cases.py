@@ -42,7 +42,7 @@ class Case:
 
 def list_cases(args: argparse.Namespace, world: World) -> list[Case]:
     """Return single-GPU kernels first (they set the limit), then our modes, then peers."""
-    kernels = args.kernels or (["flash_attn_4", "cudnn", "torch_flash"] if world.device.type == "cuda" else ["cpu"])
+    kernels = args.kernels or default_kernels(world)
     own = functools.partial(own_method, args=args, world=world)
     cases = [Case("one GPU", kernel, functools.partial(own, "data_parallel", kernel)) for kernel in kernels]
     if world.size == 1:
@@ -58,7 +58,7 @@ def list_cases(args: argparse.Namespace, world: World) -> list[Case]:
             for rank in (0, size - 1)
         ]
     shared = functools.partial(Case, devices=world.size)
-    modes = [mode for mode in args.modes if mode != "usp_attn" or world.size > 2]  # on two ranks it is another mode
+    modes = modes_here(args.modes, world)
     cases += [shared(mode, kernel, functools.partial(own, mode, kernel)) for mode in modes for kernel in kernels]
     fa2 = "torch_flash"
     if "ring_flash_attn" in args.peers:
@@ -73,6 +73,16 @@ def list_cases(args: argparse.Namespace, world: World) -> list[Case]:
             native, repeated = (functools.partial(build, repeat_kv=repeat) for repeat in (False, True))
             cases.append(shared("context_parallel", kernel, native, fallback=repeated))
     return cases
+
+
+def default_kernels(world: World) -> list[str]:
+    """Return the kernels that are compared where none are asked for."""
+    return ["flash_attn_4", "cudnn", "torch_flash"] if world.device.type == "cuda" else ["cpu"]
+
+
+def modes_here(modes: list[str], world: World) -> list[str]:
+    """Return the modes that differ on so many ranks: usp_attn on two is one of the others."""
+    return [mode for mode in modes if mode != "usp_attn" or world.size > 2]
 
 
 def our_settings(mode_name: str, kernel_name: str, args: argparse.Namespace, world: World) -> AttentionSettings:

@@ -68,11 +68,11 @@ def check(method: AttentionMethod, whole: Tensors, expected: Tensors, world: Wor
     return errors
 
 
-def expected_results(args: argparse.Namespace, whole: Tensors) -> Tensors:
+def expected_results(args: argparse.Namespace, whole: Tensors, mask: AttentionMask) -> Tensors:
     """Output and gradients in float64, on this device."""
     q, k, v, dout = (tensor.double() for tensor in whole)
     kernel = select_kernel("reference", q.device, q.dtype, args.head_dim)
-    rule = args.head_dim**-0.5, AttentionMask(causal=True)
+    rule = args.head_dim**-0.5, mask
     out, lse = kernel.forward(q, k, v, *rule)
     return out, *kernel.backward(dout, q, k, v, out, lse, *rule)
 
@@ -82,7 +82,7 @@ def build_and_check(cases: list[Case], args: argparse.Namespace, world: World) -
     whole = expected = None
     if args.check_length:
         whole = make_inputs(args, world, args.check_length)
-        expected = expected_results(args, whole)
+        expected = expected_results(args, whole, AttentionMask(causal=True))
     built = {}
     for case in cases:
         problems = []
