@@ -12,7 +12,9 @@ import torch
 
 from ..model.weights import load_whole
 from .arguments import Arguments
+from .gradient_release import UpdatesInBackward, updates_in_backward
 from .launch_settings import settle_launch
+from .optimizer import keeps_weights_in_bf16
 from .refusal import exit_on
 
 _log = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ def build_accelerator(args: Arguments) -> Any:
     Raises:
         RuntimeError: Accelerate sees another number of processes than were launched.
     """
-    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     trackers: Any = {"none": None, "all": ["wandb", "tensorboard"]}.get(args.report_to or "none", args.report_to)
     group_options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT}
@@ -53,11 +55,14 @@ def build_accelerator(args: Arguments) -> Any:
         # switches DeepSpeed off.
         cpu=on_cpu and not with_deepspeed,
         gradient_accumulation_steps=args.gradient_accumulate_every,
-        mixed_precision=args.mixed_precision,
+        mixed_precision="no" if keeps_weights_in_bf16(args) else args.mixed_precision,  # that is, no autocast
         log_with=trackers,
         project_dir=args.output_dir,
         deepspeed_plugin=plugin,
-        kwargs_handlers=[InitProcessGroupKwargs(**group_options)],
+        kwargs_handlers=[
+            InitProcessGroupKwargs(**group_options),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # or DDP holds all gradients twice
+        ],
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched:
@@ -117,9 +122,11 @@ def _compile_no_optimizer(config: dict[str, Any]) -> None:
 def load_model(args: Arguments, config: Any, accelerator: Any) -> torch.nn.Module:
     """Load the model of `--model` with this config; end the run with a message if any tensor is missing.
 
-    DeepSpeed keeps float32 master weights beside a bf16 model; plain PyTorch trains float32 weights under autocast.
+    DeepSpeed keeps float32 master weights beside a bf16 model, and --optimizer adamw8bit needs none; plain PyTorch
+    trains float32 weights under autocast.
     """
-    in_bf16 = args.mixed_precision == "bf16" and accelerator.state.deepspeed_plugin is not None
+    with_deepspeed = accelerator.state.deepspeed_plugin is not None
+    in_bf16 = args.mixed_precision == "bf16" if with_deepspeed else keeps_weights_in_bf16(args)
     return load_whole(args.model, config, torch.bfloat16 if in_bf16 else torch.float32)
 
 
@@ -133,11 +140,14 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Argu
         args: train.py's arguments.
 
     Returns:
-        The prepared model and optimizer.
+        The prepared model and optimizer, which steps in backward where that makes the same step.
     """
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
-        return accelerator.prepare(model, optimizer)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if updates_in_backward(args, accelerator.num_processes, plugin):
+            optimizer = UpdatesInBackward(optimizer.optimizer)
+        return model, optimizer
     without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
     clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
     if clip_here:
@@ -168,7 +178,8 @@ def _clip_in_engine(engine: Any, max_norm: float) -> None:
 def clip_and_step(accelerator: Any, model: Any, optimizer: Any, max_norm: float) -> float | None:
     """Clip the gradients and make the optimizer step, at the end of an accumulation window, if their norm is finite.
 
-    DeepSpeed has done the same inside backward. Gradients are zeroed, whether there was a step or not.
+    DeepSpeed has done the same inside backward, and `UpdatesInBackward` its step. Gradients are zeroed, whether there
+    was a step or not.
 
     Args:
         accelerator: the Accelerator.
@@ -183,8 +194,15 @@ def clip_and_step(accelerator: Any, model: Any, optimizer: Any, max_norm: float)
         return None
     if accelerator.state.deepspeed_plugin is not None:
         return float(model.get_global_grad_norm())
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+    if isinstance(optimizer, UpdatesInBackward):
+        return optimizer.finish_step()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # PyTorch's own clipping would round the norm of bf16 gradients to bf16.
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    norm = float(total)
     if math.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm or math.inf, total)
         optimizer.step()
     optimizer.zero_grad()
     return norm

@@ -70,6 +70,13 @@ class Arguments:
     )
     weight_decay: float = _flag(0.0, "AdamW weight decay, applied to matrices only", least=0)
     adam_betas: list[float] = _flag([0.9, 0.95], "AdamW betas", nargs=2, metavar="BETA")
+    optimizer: str = _flag(
+        "adamw",
+        "adamw: float32 weights and moments. adamw8bit: torchao's, with moments of 8 bits and no float32 copy of bf16 "
+        "weights, which are rounded stochastically; 6 bytes a parameter instead of 16, not shared out over GPUs. It "
+        "runs without DeepSpeed",
+        choices=("adamw", "adamw8bit"),
+    )
     max_grad_norm: float = _flag(1.0, "norm to which gradients are clipped; 0 for no clipping", least=0)
     seed: int = _flag(42, "seed of the order of the rows and of dropout")
 

@@ -61,7 +61,7 @@ def flag_problems(args: Arguments, config: Any, world_size: int, here: bool = Tr
         world_size: processes of the launch.
         here: whether the run is on this machine, whose packages and GPUs are then checked, too.
     """
-    problems = _number_problems(args) + _document_problems(args)
+    problems = _number_problems(args) + _document_problems(args) + _optimizer_problems(args, here)
     size, problem = _sequence_parallel_size(args, world_size)
     if config is not None and size is not None and not problems:
         problem += _model_problems(args, config, size, here)
@@ -104,6 +104,24 @@ def _document_problems(args: Arguments) -> list[str]:
     if flags and not args.respect_documents:
         return [f"{' and '.join(flags)} without --respect-documents has no effect: give it, too"]
     return [f"{' and '.join(flags)}: give one of them"] if len(flags) > 1 else []
+
+
+def _optimizer_problems(args: Arguments, here: bool) -> list[str]:
+    if args.optimizer == "adamw":
+        return []
+    problems = []
+    if args.offload != "auto":
+        problems.append(
+            f"--offload {args.offload} is DeepSpeed's, without which --optimizer {args.optimizer} runs: leave it out"
+        )
+    if here and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        problems.append(
+            f"--optimizer {args.optimizer} does not run under DeepSpeed, which shards the states of its own AdamW: "
+            "launch with --config_file accelerate_configs/single_gpu_plain.yaml or torchrun, or choose adamw"
+        )
+    if here and importlib.util.find_spec("torchao") is None:
+        problems.append(f"--optimizer {args.optimizer} needs the package torchao: pip install 'torchao>=0.18'")
+    return problems
 
 
 def _output_problems(args: Arguments) -> list[str]:

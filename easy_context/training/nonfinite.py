@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is not finite: the weights are left alone, and training stops or goes on."""
+"""Steps whose loss or gradient norm is not finite: they are not made, and training stops or goes on."""
 
 import logging
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .arguments import Arguments
+from .gradient_release import updates_in_backward
 
 logger = logging.getLogger(__name__)
 _MOST_ROWS_NAMED = 20
@@ -63,8 +64,12 @@ class NonfiniteSteps:
         log.close()
         self._checkpoints.finish()
         saved = self._checkpoints.saved_step
+        plugin = self._accelerator.state.deepspeed_plugin
+        in_backward = updates_in_backward(self._args, self._accelerator.num_processes, plugin)
+        # A gradient may overflow after others have been used.
+        weights = "weights in memory are spoiled" if in_backward and math.isfinite(loss) else "weights were not changed"
         self._accelerator.print(
-            f"\n{what}. The weights were not changed by it; training stopped and saved nothing more"
+            f"\n{what}. The {weights} by it; training stopped and saved nothing more"
             f"{f' than checkpoint-{saved}' if saved else ''}. Lower --learning-rate, raise --warmup-steps, look at "
             "these rows, or let --skip-nonfinite leave out such steps",
             file=sys.stderr,

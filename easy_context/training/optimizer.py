@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and the learning rate's course."""
+"""AdamW with weight decay on matrices only, and the course of the learning rate."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
 
     Args:
         model: not yet prepared.
-        args: `learning_rate`, `adam_betas` and `weight_decay` are used.
+        args: `optimizer`, `learning_rate`, `adam_betas`, `weight_decay` and `seed` are used.
         accelerator: the Accelerator; under DeepSpeed, which builds AdamW itself, return what tells it the rest.
     """
     groups = parameter_groups(model, args.weight_decay)
@@ -23,6 +23,11 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
 
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     first, second = args.adam_betas
+    if args.optimizer == "adamw8bit":
+        from .adamw8bit import AdamW8bit
+
+        rounding_seed = args.seed * 1_000_003 if accelerator.num_processes > 1 else None
+        return AdamW8bit(groups, args.learning_rate, (first, second), rounding_seed)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(first, second))
 
 
@@ -61,5 +66,13 @@ def warmup_then(args: Arguments) -> Callable[[int], float]:
 def set_learning_rate(optimizer: Any, rate: float) -> float:
     """Set and return the learning rate of the next step."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if torch.is_tensor(group["lr"]):  # another number would be compiled into torchao's step anew
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     return rate
+
+
+def keeps_weights_in_bf16(args: Arguments) -> bool:
+    """Return whether the weights are bf16 and have no float32 copy."""
+    return args.optimizer == "adamw8bit" and args.mixed_precision == "bf16"

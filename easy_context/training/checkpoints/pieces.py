@@ -39,13 +39,13 @@ class Holdings:
     """The pieces of one process, and the optimizer that updates them."""
 
     def __init__(
-        self, pieces: dict[str, Piece], buffers: list[torch.Tensor], optimizer: torch.optim.Optimizer, shared: bool
+        self, pieces: dict[str, Piece], buffers: list[torch.Tensor], optimizer: Any, shared: bool
     ) -> None:
         """Remember where everything lies.
 
         Args:
             pieces: by the name of the parameter; a process may have none of a parameter.
-            buffers: float32 tensors that `optimizer` updates.
+            buffers: tensors that `optimizer` updates: float32 ones, but for `AdamW8bit`.
             optimizer: AdamW; its state is kept by buffer.
             shared: whether every process holds the same, of which one copy is to be saved.
         """
@@ -85,6 +85,21 @@ class Holdings:
         settings = self._optimizer.defaults
         device = buffer.device if settings.get("fused") or settings.get("capturable") else "cpu"
         return torch.tensor(float(value), device=device)
+
+
+class WholeIn8Bits(Holdings):
+    """Whole parameters that `AdamW8bit` updates; its states are tensor subclasses, and saved as ordinary tensors."""
+
+    def state(self) -> Saved:
+        """Return what `Holdings.state` does."""
+        return super().state() | {"states": [self._optimizer.plain_state(buffer) for buffer in self._buffers]}
+
+    def load(self, sources: list[Saved]) -> None:
+        """Do what `Holdings.load` does, from states that an `AdamW8bit` saved."""
+        for name, piece in self.pieces.items():
+            buffer = self._buffers[piece.buffer]
+            self._optimizer.load_plain_state(buffer, _state_of(sources, name))
+            copy_piece(buffer.data.view(-1), name, 0, sources)
 
 
 def _within(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -139,7 +154,8 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Holdings:
     """Return the holdings of a process that has every parameter whole: plain PyTorch, DDP, DeepSpeed without ZeRO."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pieces = {name: Piece(i, 0, 0, p.numel(), p.numel()) for i, (name, p) in enumerate(trained.items())}
-    return Holdings(pieces, list(trained.values()), optimizer, shared=True)
+    holdings = WholeIn8Bits if hasattr(optimizer, "plain_state") else Holdings
+    return holdings(pieces, list(trained.values()), optimizer, shared=True)
 
 
 def cut_buffers(model: torch.nn.Module, optimizer: Any) -> Holdings:

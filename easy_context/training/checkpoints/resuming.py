@@ -47,8 +47,7 @@ def _load_last(accelerator: Any, args: Arguments, settings: dict[str, Any], stat
     for folder in [Path(args.resume)] if named else _candidates(accelerator, args):
         problem, manifest = _inspect(accelerator, folder)
         if problem is None:
-            if not args.resume_anyway:
-                _refuse_other_settings(folder, manifest["settings"], settings)
+            _refuse_other_settings(folder, manifest["settings"], settings, args.resume_anyway)
             _refuse_too_few_steps(folder, manifest["step"], args.max_train_steps)
             try:
                 state.put_back(read_states(folder, manifest["processes"]))
@@ -84,11 +83,13 @@ def _inspect(accelerator: Any, folder: Path) -> tuple[str | None, dict[str, Any]
     return first_problem(accelerator, problem), manifest
 
 
-def _refuse_other_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+def _refuse_other_settings(folder: Path, saved: dict[str, Any], settings: dict[str, Any], anyway: bool) -> None:
+    if anyway:  # the states of one optimizer are of no use to another
+        settings = {"optimizer": settings["optimizer"]}
     if other := differences(saved, settings):
         raise ValueError(
-            f"{folder} was made with other settings: {'; '.join(other)}. Use the same, pass --resume-anyway, or start "
-            "anew with --resume none"
+            f"{folder} was made with other settings: {'; '.join(other)}. Use the same,"
+            f"{'' if anyway else ' pass --resume-anyway,'} or start anew with --resume none"
         )
 
 

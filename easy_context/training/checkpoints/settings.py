@@ -18,10 +18,14 @@ _FLAGS = (
     "lr_scheduler",
     "weight_decay",
     "adam_betas",
+    "optimizer",
     "max_grad_norm",
     "seed",
     "mixed_precision",
 )
+
+
+_OF_OLDER_CHECKPOINTS = {"optimizer": "adamw"}  # they were made before the flag was there
 
 
 def settings_of(args: Arguments, data_size: int, rows: TokenRows) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def _digest(rows: TokenRows) -> str:
 
 def differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """Return a phrase for each setting that is another than the checkpoint's."""
+    saved = _OF_OLDER_CHECKPOINTS | saved
     return [
         f"{name} was {saved.get(name)!r} and is {value!r}" for name, value in own.items() if saved.get(name) != value
     ]

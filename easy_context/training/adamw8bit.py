@@ -1,0 +1,80 @@
+"""torchao's AdamW with moments of 8 bits, as this package runs and saves it; importing this needs torchao."""
+
+from typing import Any
+
+import torch
+import torchao.optim
+from torchao.optim.subclass_8bit import OptimState8bit
+
+_CODES, _SCALE = ".codes", ".scale"  # what is added to the name of a moment that is kept in 8 bits
+
+
+class AdamW8bit(torchao.optim.AdamW8bit):
+    """AdamW whose weights stay in bf16 without a float32 copy, and whose moments take 8 bits each.
+
+    A step is computed in float32. Its bf16 weights are rounded up or down at random, by how near each is, so that
+    updates below bf16's resolution count on average. Moments share a float32 scale by 256 elements; those of parameters
+    with fewer than 4096 elements, or with a number that 256 does not divide, keep the parameter's dtype.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], rounding_seed: int | None = None
+    ) -> None:
+        """Make the optimizer.
+
+        Args:
+            groups: of parameters, each with its `weight_decay`.
+            lr: learning rate, which torchao keeps in tensors.
+            betas: of AdamW.
+            rounding_seed: for processes that hold the same weights and so must round them alike; None to draw from
+                PyTorch's random state as it is.
+        """
+        super().__init__(groups, lr=lr, betas=betas, bf16_stochastic_round=True)
+        self._rounding_seed = rounding_seed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters that have a gradient; on a CPU without compiling, which takes minutes there."""
+        if self._rounding_seed is not None:
+            torch.manual_seed(self._rounding_seed + self._steps_made())
+        on_cpu = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
+        with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+            return super().step(closure)
+
+    def _steps_made(self) -> int:
+        return max((int(state["step"]) for state in self.state.values() if state), default=0)
+
+    def plain_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a parameter's state as ordinary tensors, not copied: a moment in 8 bits as its codes and its scales.
+
+        The state is empty before the first step.
+        """
+        plain = {}
+        for name, value in self.state.get(parameter, {}).items():
+            if isinstance(value, OptimState8bit):
+                plain |= {name + _CODES: value.codes, name + _SCALE: value.scale}
+            else:
+                plain[name] = value
+        return plain
+
+    def load_plain_state(self, parameter: torch.Tensor, plain: dict[str, torch.Tensor]) -> None:
+        """Take over a parameter's state from what `plain_state` returned for it.
+
+        Raises:
+            ValueError: it is the state of another optimizer, or of a parameter of another size.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for name in ("exp_avg", "exp_avg_sq") if plain else ():
+            moment = self._new_buffer(parameter, name == "exp_avg")
+            if isinstance(moment, OptimState8bit):
+                parts = {name + _CODES: moment.codes, name + _SCALE: moment.scale}
+            else:
+                parts = {name: moment}
+            for key, part in parts.items():
+                if key not in plain or plain[key].shape != part.shape:
+                    raise ValueError("the optimizer's state is not that of --optimizer adamw8bit")
+                part.copy_(plain[key])
+            state[name] = moment
+        if plain:
+            state["step"] = plain["step"].clone()
+            self.state[parameter] = state
