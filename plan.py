@@ -11,6 +11,7 @@ longest row that fits, and the line that trains. docs/training.md says how near 
 """
 
 import argparse
+import math
 import shlex
 import sys
 
@@ -30,6 +31,17 @@ def parse_machines() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--gpus-per-machine", type=whole_number(1), default=8, help="default: 8")
     return parser.parse_known_args()
+
+
+def launcher(gpus: int, gpus_per_machine: int, optimizer: str) -> str:
+    """Return the words that start train.py on so many GPUs, under DeepSpeed where the optimizer runs so."""
+    machines = math.ceil(gpus / gpus_per_machine)
+    if optimizer == "adamw" or gpus == 1:
+        several = "single_node" if machines == 1 else "two_node"
+        name = several if gpus > 1 else "single_gpu" if optimizer == "adamw" else "single_gpu_plain"
+        return f"accelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {gpus}"
+    meeting = f" --nnodes {machines} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if machines > 1 else ""
+    return f"torchrun{meeting} --nproc-per-node {min(gpus, gpus_per_machine)}"
 
 
 def main() -> None:
@@ -59,12 +71,7 @@ def main() -> None:
     print(describe(result, args, config, machines))
     print(f"longest row that fits: about {longest_row(args, config, machines):,} tokens")
     if result.fits:
-        several = "single_node" if flags.gpus <= flags.gpus_per_machine else "two_node"
-        name = "single_gpu" if flags.gpus == 1 else several
-        print(
-            f"\naccelerate launch --config_file accelerate_configs/{name}.yaml --num_processes {flags.gpus} train.py "
-            f"{shlex.join(words)}"
-        )
+        print(f"\n{launcher(flags.gpus, flags.gpus_per_machine, args.optimizer)} train.py {shlex.join(words)}")
     sys.exit(0 if result.fits else 1)
 
 

@@ -75,6 +75,7 @@ TESTS = {
     "easy_context/training/metrics.py": "metrics",
     "easy_context/model/weights.py": "weights",
     "easy_context/training/zero_offload.py": "memory_choice",
+    "easy_context/training/state_memory.py": "memory_choice planner",
     "easy_context/training/memory_choice.py": "memory_choice",
     "easy_context/training/free_memory.py": "free_memory",
     "train.py": "train resuming",

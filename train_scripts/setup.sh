@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository and installs requirements.txt there. Once that is done, running it again costs nothing.
+# Makes .venv in the repository; installs requirements.txt there, and requirements-apart.txt in .venv/apart. Once that is
+# done, running it again costs nothing.
 #
 #   bash train_scripts/setup.sh
 #   PYTHON=/path/to/python3.12 bash train_scripts/setup.sh    # another interpreter than the first fitting one
@@ -70,7 +71,7 @@ stop_with_log() {
 make_environment
 # Other requirements, or the same on a machine that has a GPU now, are installed anew.
 stamp=.venv/requirements.installed
-wanted="$(cat requirements.txt) $(nvidia-smi -L >/dev/null 2>&1 && echo GPU || echo CPU)"
+wanted="$(cat requirements.txt requirements-apart.txt) $(nvidia-smi -L >/dev/null 2>&1 && echo GPU || echo CPU)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   echo "== requirements.txt is installed in .venv"
   exit
@@ -79,4 +80,6 @@ rm -f "$stamp"
 : >"$log"
 install_torch
 install "requirements.txt (some minutes; log: $log)" -r requirements.txt || stop_with_log
+rm -rf .venv/apart
+install "requirements-apart.txt" --no-deps --target .venv/apart -r requirements-apart.txt || stop_with_log
 printf '%s\n' "$wanted" >"$stamp"

@@ -1,5 +1,6 @@
 """torchao's AdamW with moments of 8 bits, as this package runs and saves it; importing this needs torchao."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,12 +14,18 @@ class AdamW8bit(torchao.optim.AdamW8bit):
     """AdamW whose weights stay in bf16 without a float32 copy, and whose moments take 8 bits each.
 
     A step is computed in float32. Its bf16 weights are rounded up or down at random, by how near each is, so that
-    updates below bf16's resolution count on average. Moments share a float32 scale by 256 elements; those of parameters
-    with fewer than 4096 elements, or with a number that 256 does not divide, keep the parameter's dtype.
+    updates below bf16's resolution count on average. 256 elements of a moment share a float32 scale. Moments of
+    embeddings, and of parameters with fewer than 4096 elements or with a number that 256 does not divide, keep the
+    parameter's dtype.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], rounding_seed: int | None = None
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        embeddings: Iterable[torch.Tensor] = (),
+        rounding_seed: int | None = None,
     ) -> None:
         """Make the optimizer.
 
@@ -26,11 +33,13 @@ class AdamW8bit(torchao.optim.AdamW8bit):
             groups: of parameters, each with its `weight_decay`.
             lr: learning rate, which torchao keeps in tensors.
             betas: of AdamW.
+            embeddings: those of the parameters whose gradients are zero for tokens that a step lacks. In 8 bits a small
+                second moment is 0 where the first is not yet, and such a step would divide the one by the other.
             rounding_seed: for processes that hold the same weights and so must round them alike; None to draw from
                 PyTorch's random state as it is.
         """
         super().__init__(groups, lr=lr, betas=betas, bf16_stochastic_round=True)
-        self._rounding_seed = rounding_seed
+        self._embeddings, self._rounding_seed = set(embeddings), rounding_seed
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -41,6 +50,10 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
             return super().step(closure)
 
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
+        """Return the zeros with which a moment begins, as torchao asks for them."""
+        return torch.zeros_like(p) if p in self._embeddings else super()._new_buffer(p, signed)
+
     def _steps_made(self) -> int:
         return max((int(state["step"]) for state in self.state.values() if state), default=0)
 
@@ -49,7 +62,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
         The state is empty before the first step.
         """
-        plain = {}
+        plain: dict[str, torch.Tensor] = {}
         for name, value in self.state.get(parameter, {}).items():
             if isinstance(value, OptimState8bit):
                 plain |= {name + _CODES: value.codes, name + _SCALE: value.scale}

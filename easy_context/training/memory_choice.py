@@ -15,8 +15,10 @@ from ..modes import find_mode
 from .arguments import Arguments
 from .flops import peak_flops
 from .free_memory import USABLE, USABLE_WITHOUT_LIGER, least_free
+from .optimizer import keeps_weights_in_bf16
 from .refusal import exit_on
-from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, state_memory, write_offload
+from .state_memory import optimizer_step_memory, state_memory
+from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, write_offload
 
 logger = logging.getLogger(__name__)
 
@@ -150,14 +152,15 @@ def options_until_one_fits(
 def best_option(offload: str | None, args: Arguments, config: Any, launch: Launch) -> Option:
     """Return the fastest option with this offloading that finds room, or else the most frugal one."""
     shape = Shape.of(config)
-    states = state_memory(offload, args, launch.plugin, shape.parameters, launch.processes)
-    # The optimizer works on up to 1e9 parameters at a time, when activations are gone.
-    optimizer_step = 12 * min(shape.parameters / launch.processes, 1e9) if offload == "none" else 0.0
+    states = state_memory(offload, args, launch.plugin, shape, launch.processes)
+    optimizer_step = optimizer_step_memory(offload, args, launch.plugin, shape, launch.processes)
 
     def whole(activations: Memory) -> Memory:
         return states + Memory(max(activations.gpu, optimizer_step) + BUCKETS, activations.host)
 
     plan, load = requested_plan(args, shape.layers), micro_batch(args, launch)
+    if offload is None and launch.plugin is None and not keeps_weights_in_bf16(args):
+        load = replace(load, size=4)  # autocast leaves hidden states in float32; the rest is counted as if it were, too
     tile_sizes: tuple[int, ...] = (0,)
     if args.mlp_tile_size is not None:
         tile_sizes = (args.mlp_tile_size,)

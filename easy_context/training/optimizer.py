@@ -26,8 +26,9 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
     if args.optimizer == "adamw8bit":
         from .adamw8bit import AdamW8bit
 
+        embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
         rounding_seed = args.seed * 1_000_003 if accelerator.num_processes > 1 else None
-        return AdamW8bit(groups, args.learning_rate, (first, second), rounding_seed)
+        return AdamW8bit(groups, args.learning_rate, (first, second), embeddings, rounding_seed)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(first, second))
 
 

@@ -10,6 +10,7 @@ from .arguments import Arguments
 from .flops import PEAK_FLOPS, flops_per_token
 from .free_memory import USABLE
 from .memory_choice import BUCKETS, GIB, Launch, Option, options_until_one_fits
+from .state_memory import state_memory
 from .zero_offload import CHOICES, IN_WORDS
 
 # Gigabytes of known cards, as sold.
@@ -21,7 +22,8 @@ _HOPPER_OR_NEWER = ("B200", "H200", "GH200", "H100", "H800")
 _USABLE = 0.985  # of a card's memory, and of it as many GiB as it has gigabytes: the driver and CUDA keep the rest
 _ALONE_TO_SEVERAL = 0.95  # speed of a GPU among others, with communication, over its speed alone
 _HOST_OPTIMIZER_RATE = 1e9  # parameters/s of DeepSpeed's AdamW on the host; assumed, not measured
-_OPTIMIZER_BYTES = 30  # read and written for each parameter in a step
+# Bytes that a step reads and writes for each parameter; those of adamw8bit are assumed, not measured.
+_OPTIMIZER_BYTES = {"adamw": 30, "adamw8bit": 10}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Forecast:
 
 
 def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
-    """Forecast a run under ZeRO-3.
+    """Forecast a run under ZeRO-3, or without DeepSpeed where --optimizer runs so.
 
     Args:
         args: train.py's, of which --offload, --memory-plan and --mlp-tile-size may leave their choice open.
@@ -80,10 +82,9 @@ def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
         ValueError: flags that contradict each other, or that do not go with the number of GPUs.
     """
     launch = _launch(args, machines)
-    offloads = CHOICES if args.offload == "auto" else (args.offload,)
-    option = options_until_one_fits(offloads, args, config, launch)[-1]
+    option = options_until_one_fits(_offloads(args), args, config, launch)[-1]
     shape = Shape.of(config)
-    gpu, host = _parts(option, shape, machines.gpus)
+    gpu, host = _parts(option, shape, args, machines.gpus)
     seconds = _seconds(option, shape, args, machines)
     step = sum(seconds.values())
     groups = machines.gpus * option.load.tokens / (args.batch_size * args.seq_length)
@@ -98,7 +99,7 @@ def longest_row(args: Arguments, config: Any, machines: Machines) -> int:
 
     def fits(seq_length: int) -> bool:
         longer = dataclasses.replace(args, seq_length=seq_length, offload="auto")
-        options = options_until_one_fits(CHOICES, longer, config, _launch(longer, machines))
+        options = options_until_one_fits(_offloads(longer), longer, config, _launch(longer, machines))
         return options[-1].need.fits(_launch(longer, machines).room)
 
     if not fits(1024):
@@ -127,7 +128,7 @@ def describe(result: Forecast, args: Arguments, config: Any, machines: Machines)
         *_table("host, each process", result.host, free.host),
         "",
         f"memory plan: {format_memory_plan(option.plan)}{tiles}",
-        f"offload: {option.offload}, {IN_WORDS[option.offload or 'none']}",
+        f"offload: {option.offload or 'none'}, {IN_WORDS[option.offload or 'none']}",
         f"step of {args.gradient_accumulate_every} micro-batches: {sum(result.seconds.values()):.1f} s ("
         + ", ".join(f"{part} {seconds:.1f}" for part, seconds in result.seconds.items())
         + f"), {result.tokens_per_second:,.0f} tokens/s, MFU {result.mfu:.0%}",
@@ -149,13 +150,21 @@ def _launch(args: Arguments, machines: Machines) -> Launch:
     return Launch(machines.gpus, kernel, Memory(USABLE * machines.free.gpu, USABLE * machines.free.host))
 
 
-def _parts(option: Option, shape: Shape, processes: int) -> tuple[dict[str, float], dict[str, float]]:
+def _offloads(args: Arguments) -> tuple[str | None, ...]:
+    """Return what ZeRO-3 may keep in host memory, fastest first; None for a run without DeepSpeed."""
+    if args.optimizer == "adamw8bit":
+        return (None,)
+    return CHOICES if args.offload == "auto" else (args.offload,)
+
+
+def _parts(option: Option, shape: Shape, args: Arguments, processes: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes of the peak on the GPU and on the host, by part."""
-    own, offload = shape.parameters / processes, option.offload
+    own = shape.parameters / (1 if option.offload is None else processes)  # only ZeRO shares them out
     peak = activation_peak(shape, option.load, option.plan)
+    weights = 0.0 if option.offload == "all" else option.load.size * own
     gpu = {
-        "weights": 0.0 if offload == "all" else option.load.size * own,
-        "gradients and optimizer": (16 - option.load.size) * own if offload == "none" else 0.0,
+        "weights": weights,
+        "gradients and optimizer": state_memory(option.offload, args, None, shape, processes).gpu - weights,
         "kept for backward": peak.kept,
         f"work in {peak.moment}": peak.work,
         "buckets": BUCKETS,
@@ -170,7 +179,7 @@ def _parts(option: Option, shape: Shape, processes: int) -> tuple[dict[str, floa
 def _seconds(option: Option, shape: Shape, args: Arguments, machines: Machines) -> dict[str, float]:
     """Return the time of an optimizer step by part."""
     slower = H200_PEAK / PEAK_FLOPS[machines.card]
-    own = shape.parameters / machines.gpus
+    own = shape.parameters / (1 if option.offload is None else machines.gpus)
     computing = micro_batch_seconds(shape, option.load, option.plan, PEAK_FLOPS[machines.card])
     if machines.gpus > 1:
         computing /= _ALONE_TO_SEVERAL
@@ -178,8 +187,8 @@ def _seconds(option: Option, shape: Shape, args: Arguments, machines: Machines) 
     seconds = {"forward and backward": micro_batches * computing}
     if option.offload == "all":  # fetched in forward and in backward; gradients go back
         seconds["weights to and from the host"] = micro_batches * 3 * option.load.size * own / HOST_RATE
-    if option.offload == "none":
-        seconds["optimizer"] = _OPTIMIZER_BYTES * own / MEMORY_RATE * slower
+    if option.offload in (None, "none"):
+        seconds["optimizer"] = _OPTIMIZER_BYTES[args.optimizer] * own / MEMORY_RATE * slower
     else:
         seconds["optimizer on the host"] = own / _HOST_OPTIMIZER_RATE
     return seconds

@@ -1,12 +1,9 @@
-"""What DeepSpeed ZeRO-3 keeps in host memory: who decides it, what it takes, and the configuration that says so."""
+"""What DeepSpeed ZeRO-3 keeps in host memory: who decides it, and the configuration that says so."""
 
 import os
 from typing import Any
 
 import torch
-
-from ..memory.forecast import Memory
-from .arguments import Arguments
 
 CHOICES = ("none", "optimizer", "all")  # fastest first
 IN_WORDS = {
@@ -45,29 +42,3 @@ def write_offload(plugin: Any, choice: str) -> None:
         # PyTorch's AdamW would run on the host, many times slower than DeepSpeed's for CPUs.
         plugin.deepspeed_config.get("optimizer", {}).get("params", {}).pop("torch_adam", None)
     plugin.set_deepspeed_weakref()  # from_pretrained reads a copy
-
-
-def state_memory(choice: str | None, args: Arguments, plugin: Any, parameters: int, processes: int) -> Memory:
-    """Estimate what weights, gradients and AdamW's states take of one process.
-
-    Mixed-precision AdamW holds 16 bytes a parameter: bf16 weights and gradients, float32 weights and two moments.
-    Offloaded, DeepSpeed adds float32 gradients on the host (20 bytes a parameter were counted there with all
-    offloaded, 18 without the weights).
-
-    Args:
-        choice: of ZeRO-3, one of CHOICES; None for a launch without ZeRO-3.
-        args: train.py's arguments.
-        plugin: Accelerate's for DeepSpeed, or None.
-        parameters: of the model.
-        processes: of the launch; they share what ZeRO shards.
-    """
-    own = parameters / processes
-    in_half = args.mixed_precision == "bf16"
-    if choice is None:
-        stage = 0 if plugin is None else plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0)
-        return Memory(4 * parameters + 12 * own if stage else 16 * parameters, 0.0)
-    return {
-        "none": Memory(16 * own, 0.0),
-        "optimizer": Memory((2 if in_half else 4) * own, 18 * own),
-        "all": Memory(0.0, 20 * own),
-    }[choice]

@@ -104,7 +104,8 @@ def test_the_process_group_waits_long_and_is_gloo_without_cuda(monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "True" if deepspeed else "false")
     build_accelerator(parse_arguments(["--output-dir", str(tmp_path), "--report-to", "all"]))
-    (group,) = made_with["kwargs_handlers"]
+    group, ddp = made_with["kwargs_handlers"]
+    assert ddp.gradient_as_bucket_view, "DDP would hold all gradients twice"
     assert group.timeout.total_seconds() > 24 * 3600, "one rank may prepare data or save for hours"
     assert (group.backend == "gloo") == (not cuda)
     assert made_with["cpu"] == (not cuda and not deepspeed)

@@ -304,6 +304,14 @@ def test_a_tracker_that_is_not_installed_is_named(assets, monkeypatch):
     assert "--report-to tensorboard needs the package tensorboard: pip install tensorboard" in problems[0]
 
 
+def test_torchao_that_is_not_installed_is_named(assets, monkeypatch):
+    monkeypatch.setattr(argument_checks.importlib.util, "find_spec", lambda name: None)
+    (problem,) = find_problems(assets, "--optimizer", "adamw8bit", "--no-liger")
+    assert problem == "--optimizer adamw8bit needs the package torchao: pip install 'torchao>=0.18'"
+    (problem,) = find_problems(assets, "--optimizer", "adamw8bit", "--no-liger", "--offload", "none")[:1]
+    assert problem.startswith("--offload none is DeepSpeed's")
+
+
 @pytest.mark.parametrize("flag", ORIGINAL_FLAGS)
 def test_each_of_the_originals_flags_is_taken_with_dashes_and_with_underscores(flag):
     value = "ulysses_attn" if flag == "--parallel_mode" else "3"

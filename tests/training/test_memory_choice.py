@@ -13,7 +13,7 @@ from easy_context.modes.base import ParallelMode
 from easy_context.training import memory_choice
 from easy_context.training.arguments import parse_arguments
 from easy_context.training.memory_choice import GIB, Launch, best_option, choose_memory
-from easy_context.training.zero_offload import state_memory
+from easy_context.training.state_memory import optimizer_step_memory, state_memory
 
 LLAMA_2_7B = LlamaConfig(tie_word_embeddings=False)  # the defaults are this shape
 LLAMA_3_8B = LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, tie_word_embeddings=False)
@@ -91,19 +91,85 @@ def test_estimates_are_near_measured_peaks(monkeypatch, config, processes, flags
     assert need.host / GIB == pytest.approx(host, rel=0.05)
 
 
+SHAPE = Shape(hidden=64, inner=256, query=64, key=32, heads=4, key_heads=2, layers=4, vocabulary=500, tied=False)
+
+
 @pytest.mark.parametrize("offload,gpu,host", [("none", 16, 0), ("optimizer", 2, 18), ("all", 0, 20)])
 def test_processes_share_what_a_parameter_takes(offload, gpu, host):
     for processes in (1, 4):
-        need = state_memory(offload, arguments(), launch().state.deepspeed_plugin, 1000, processes)
-        assert (need.gpu, need.host) == (gpu * 1000 / processes, host * 1000 / processes)
-    in_float32 = state_memory("optimizer", arguments("--mixed-precision", "no"), None, 1000, 1)
-    assert in_float32.gpu == 4000
+        need = state_memory(offload, arguments(), launch().state.deepspeed_plugin, SHAPE, processes)
+        assert need.gpu == pytest.approx(gpu * SHAPE.parameters / processes)
+        assert need.host == pytest.approx(host * SHAPE.parameters / processes)
+    in_float32 = state_memory("optimizer", arguments("--mixed-precision", "no"), None, SHAPE, 1)
+    assert in_float32.gpu == 4 * SHAPE.parameters
 
 
 def test_without_zero_3_every_process_holds_the_weights():
-    assert state_memory(None, arguments(), None, 1000, 4) == Memory(16000, 0)
-    for stage, gpu in ((0, 16000), (1, 7000), (2, 7000)):
-        assert state_memory(None, arguments(), launch(stage=stage).state.deepspeed_plugin, 1000, 4) == Memory(gpu, 0)
+    for stage, gpu in ((0, 16), (1, 7), (2, 7)):
+        need = state_memory(None, arguments(), launch(stage=stage).state.deepspeed_plugin, SHAPE, 4)
+        assert need == Memory(gpu * SHAPE.parameters, 0)
+
+
+IN_BACKWARD = ("--max-grad-norm", "0", "--gradient-accumulate-every", "1")
+EIGHT_BIT = ("--optimizer", "adamw8bit")
+
+
+@pytest.mark.parametrize(
+    "flags,processes,weights,gradients,autocast,moments,moments_of_embeddings",
+    [  # bytes a parameter
+        ((), 4, 4, 4, 2, 8, 8),
+        (("--mixed-precision", "no"), 1, 4, 4, 0, 8, 8),
+        (IN_BACKWARD, 1, 4, 0, 2, 8, 8),
+        (IN_BACKWARD, 2, 4, 4, 2, 8, 8),
+        (EIGHT_BIT, 1, 2, 2, 0, 2.03125, 4),
+        (EIGHT_BIT, 4, 2, 2, 0, 2.03125, 4),
+        ((*EIGHT_BIT, *IN_BACKWARD), 1, 2, 0, 0, 2.03125, 4),
+        ((*EIGHT_BIT, *IN_BACKWARD, "--skip-nonfinite", "1"), 1, 2, 2, 0, 2.03125, 4),
+        ((*EIGHT_BIT, "--mixed-precision", "no"), 1, 4, 4, 0, 2.03125, 8),
+    ],
+)
+def test_bytes_without_deepspeed(flags, processes, weights, gradients, autocast, moments, moments_of_embeddings):
+    embedding = 500 * 64
+    expected = (weights + gradients + autocast) * SHAPE.parameters
+    expected += moments * (SHAPE.parameters - embedding) + moments_of_embeddings * embedding
+    assert state_memory(None, arguments(*flags), None, SHAPE, processes) == Memory(expected, 0)
+
+
+def test_what_the_optimizer_s_step_works_in():
+    shape = Shape.of(LLAMA_3_8B)
+
+    def step(*flags: str) -> float:
+        return optimizer_step_memory(None, arguments(*flags), None, shape, 1)
+
+    assert step() == 4 * shape.parameters
+    assert step(*EIGHT_BIT) == 8 * 128256 * 4096, "one parameter at a time"
+    assert step(*IN_BACKWARD) == step(*EIGHT_BIT, *IN_BACKWARD) == 0
+    assert optimizer_step_memory(None, arguments(), launch(stage=1).state.deepspeed_plugin, shape, 1) == 0
+    assert optimizer_step_memory("none", arguments(), None, shape, 2) == 12e9
+    assert optimizer_step_memory("all", arguments(), None, shape, 2) == 0
+
+
+def test_an_8b_model_trains_on_one_h200_without_float32_weights(monkeypatch, caplog):
+    """46 of 139 GiB for weights, gradients and moments; float32 ones take 134, in which no long row finds room."""
+    plain = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), device=torch.device("cuda"), num_processes=1)
+    with caplog.at_level(logging.INFO, "easy_context"):
+        choose(monkeypatch, plain, 139, 118, *SINGLE_128K, *EIGHT_BIT, config=LLAMA_3_8B)
+        assert "does not fit" not in caplog.text
+        choose(monkeypatch, plain, 139, 118, *SINGLE_128K, config=LLAMA_3_8B)
+        assert "does not fit" in caplog.text
+
+
+def test_hidden_states_under_autocast_are_float32():
+    options = [
+        best_option(
+            None,
+            arguments(*SINGLE_128K, "--memory-plan", "input", *flags),
+            SIX_LAYERS,
+            Launch(1, "cudnn", Memory(1, 1)),
+        )
+        for flags in ((), EIGHT_BIT)
+    ]
+    assert [option.load.size for option in options] == [4, 2]
 
 
 def test_a_7b_model_on_one_h200_stays_on_the_gpu(monkeypatch):

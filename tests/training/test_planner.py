@@ -102,6 +102,38 @@ def test_the_line_it_prints_is_for_train_py(monkeypatch, capsys, model):
     assert args == parse_arguments(list(flags)) and args.output_dir == "a folder"
 
 
+EIGHT_BIT = ("--optimizer", "adamw8bit", "--parallel_mode", "data_parallel", "--seq-length", "716800")
+
+
+def test_without_deepspeed_parts_add_up_and_every_gpu_holds_all():
+    for gpus in (1, 2):
+        result = forecast(arguments(*EIGHT_BIT), LLAMA_3_8B, machines(gpus, "H200", 120.0 * gpus))
+        assert result.fits and result.option.offload is None
+        assert sum(result.gpu.values()) == pytest.approx(result.option.need.gpu)
+        assert result.gpu["weights"] / GIB == pytest.approx(15.0, rel=0.01)
+        assert result.gpu["gradients and optimizer"] / GIB == pytest.approx(31.1, rel=0.01)
+        assert result.host["weights, gradients, optimizer"] == 0 and result.seconds["optimizer"] > 0
+    in_backward = arguments(*EIGHT_BIT, "--max-grad-norm", "0", "--gradient-accumulate-every", "1")
+    released = forecast(in_backward, LLAMA_3_8B, machines(1, "H200", 120.0))
+    assert released.gpu["gradients and optimizer"] / GIB == pytest.approx(16.1, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "gpus,line",
+    [
+        (1, "accelerate launch --config_file accelerate_configs/single_gpu_plain.yaml --num_processes 1 train.py"),
+        (2, "torchrun --nproc-per-node 2 train.py"),
+        (16, "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 8 train.py"),
+    ],
+)
+def test_an_optimizer_without_deepspeed_is_launched_without_it(monkeypatch, capsys, model, gpus, line):
+    words = ("--gpus", str(gpus), "--host-memory", "1000", "--model", model, *EIGHT_BIT)
+    status, printed = run(monkeypatch, capsys, *words)
+    assert status == 0 and printed.strip().splitlines()[-1].startswith(line)
+    longest = int(printed.split("longest row that fits: about ")[1].split(" ")[0].replace(",", ""))
+    assert longest > 716800
+
+
 def test_what_does_not_fit_is_said(monkeypatch, capsys, model):
     status, printed = run(monkeypatch, capsys, "--card", "3090", "--host-memory", "64", "--model", model)
     assert status == 1 and "does not fit" in printed and "accelerate launch" not in printed
@@ -125,6 +157,7 @@ def test_cards_are_listed(monkeypatch, capsys):
         (["--gpus", "4", "--parallel_mode", "usp_attn", "--ring_degree", "3"], "--ring_degree 3 must divide"),
         (["--gpus", "4", "--ring_degree", "2"], "--ring_degree 2"),  # of a mode that has no such choice
         (["--gpus", "64", "--parallel_mode", "ulysses_attn"], "32"),  # more than the query heads
+        (["--optimizer", "adamw8bit", "--offload", "all"], "--offload all is DeepSpeed's"),
         (["--batch-size", "0", "--seq-length", "1"], "--batch-size 0 must be a whole number, at least 1"),
     ],
 )

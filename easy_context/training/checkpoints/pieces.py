@@ -38,9 +38,7 @@ class Piece:
 class Holdings:
     """The pieces of one process, and the optimizer that updates them."""
 
-    def __init__(
-        self, pieces: dict[str, Piece], buffers: list[torch.Tensor], optimizer: Any, shared: bool
-    ) -> None:
+    def __init__(self, pieces: dict[str, Piece], buffers: list[torch.Tensor], optimizer: Any, shared: bool) -> None:
         """Remember where everything lies.
 
         Args:

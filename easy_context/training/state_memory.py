@@ -1,0 +1,72 @@
+"""The memory that weights, gradients and the optimizer take of a process: bytes a parameter, by arithmetic."""
+
+from typing import Any
+
+from ..memory.forecast import Memory, Shape
+from .arguments import Arguments
+from .gradient_release import updates_in_backward
+from .optimizer import keeps_weights_in_bf16
+
+_MOMENTS_IN_8_BITS = 2 * (1 + 4 / 256)  # two codes of a byte, with a float32 scale for 256 of them
+_MOST_AT_ONCE = 1e9  # parameters that ZeRO-3's optimizer works on at a time
+
+
+def state_memory(choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int) -> Memory:
+    """Estimate what weights, gradients and AdamW's states take of one process.
+
+    Under ZeRO, mixed-precision AdamW holds 16 bytes a parameter: bf16 weights and gradients, float32 weights and two
+    moments. Offloaded, DeepSpeed adds float32 gradients on the host (20 bytes a parameter were counted there with all
+    offloaded, 18 without the weights).
+
+    Args:
+        choice: what ZeRO-3 offloads, one of `zero_offload.CHOICES`; None for a launch without ZeRO-3.
+        args: train.py's arguments.
+        plugin: Accelerate's for DeepSpeed, or None.
+        shape: of the model.
+        processes: of the launch; they share what ZeRO shards.
+    """
+    parameters, own = shape.parameters, shape.parameters / processes
+    if choice is None and plugin is None:
+        return Memory(_without_deepspeed(args, shape, processes), 0.0)
+    if choice is None:
+        stage = plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0)
+        return Memory(4 * parameters + 12 * own if stage else 16 * parameters, 0.0)
+    return {
+        "none": Memory(16 * own, 0.0),
+        "optimizer": Memory((2 if args.mixed_precision == "bf16" else 4) * own, 18 * own),
+        "all": Memory(0.0, 20 * own),
+    }[choice]
+
+
+def _without_deepspeed(args: Arguments, shape: Shape, processes: int) -> float:
+    """Return the bytes of weights, gradients and moments in plain PyTorch, where every process holds them all."""
+    in_bf16 = args.mixed_precision == "bf16"
+    weight = 2 if keeps_weights_in_bf16(args) else 4
+    gradient = 0 if updates_in_backward(args, processes, None) else weight
+    autocast = 2 if in_bf16 and weight == 4 else 0  # it keeps bf16 copies of all weights until forward ends
+    moments: float = 8 * shape.parameters
+    if args.optimizer == "adamw8bit":
+        embedding = shape.vocabulary * shape.hidden  # whose moments have the dtype of the weights
+        moments = _MOMENTS_IN_8_BITS * (shape.parameters - embedding) + 2 * weight * embedding
+    return (weight + gradient + autocast) * shape.parameters + moments
+
+
+def optimizer_step_memory(choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int) -> float:
+    """Estimate the bytes on the GPU that the optimizer's step works in, once activations are gone.
+
+    A step in backward works on one parameter at a time, in what its layer has just freed.
+
+    Args:
+        choice: as for `state_memory`, like the others.
+        args: train.py's arguments.
+        plugin: Accelerate's for DeepSpeed, or None.
+        shape: of the model.
+        processes: of the launch.
+    """
+    if choice == "none":
+        return 12 * min(shape.parameters / processes, _MOST_AT_ONCE)
+    if choice is not None or plugin is not None or updates_in_backward(args, processes, plugin):
+        return 0.0
+    if args.optimizer == "adamw8bit":  # both moments of one parameter in float32; assumed, not measured
+        return 8 * shape.hidden * max(shape.vocabulary, shape.inner)
+    return 4 * shape.parameters  # PyTorch takes the root of all second moments at once
