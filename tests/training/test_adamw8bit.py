@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import accelerate_launch, read_metrics, run_python, torchrun, train_here
+from accelerate.commands.config.config_args import load_config_from_file
+from launching import REPOSITORY, read_metrics, run_python, torchrun, train_here
 from safetensors.torch import load_file
 from tiny_models import tiny_llama
 
+from easy_context.training.checkpoints.settings import differences
 from easy_context.training.gradient_release import UpdatesInBackward
 
 APART = Path(sys.prefix) / "apart"
@@ -276,21 +278,30 @@ def test_what_became_of_the_weights_is_said(train, assets, monkeypatch, capsys):
 
 
 @pytest.mark.launch
-def test_one_process_and_two_without_deepspeed_train_alike(assets, tmp_path, monkeypatch):
+def test_two_processes_train_as_one_does(train, assets, tmp_path, monkeypatch):
     """In bf16: sums of two processes and rounding differ, which moves these losses by less than 2 %."""
     monkeypatch.setenv("PYTHONPATH", str(APART))
-    one = accelerate_launch(1, "accelerate_configs/single_gpu_plain.yaml")
-    for name, launcher, micro_batches in (("one", one, "2"), ("two", torchrun(2), "1")):
-        flags = flags_of(assets, tmp_path / name, "--gradient-accumulate-every", micro_batches)
-        result = run_python(*launcher, "train.py", *flags)
-        assert result.returncode == 0, result.stderr[-3000:]
-    (records, weights), (expected, expected_weights) = result_of(tmp_path / "two"), result_of(tmp_path / "one")
+    flags = flags_of(assets, tmp_path / "two", "--gradient-accumulate-every", "1")
+    result = run_python(*torchrun(2), "train.py", *flags)
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected, expected_weights = result_of(train("one", "--gradient-accumulate-every", "2"))
+    records, weights = result_of(tmp_path / "two")
     for (loss, norm), (expected_loss, expected_norm) in zip(records, expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=0.02)
         assert norm == pytest.approx(expected_norm, rel=0.1)
     for name, weight in weights.items():
         assert weight.dtype == torch.bfloat16
         torch.testing.assert_close(weight, expected_weights[name], rtol=0.02, atol=0.02)
+
+
+def test_the_configuration_for_it_is_without_deepspeed():
+    config = load_config_from_file(REPOSITORY / "accelerate_configs" / "single_gpu_plain.yaml")
+    assert (config.distributed_type, config.num_processes, config.deepspeed_config) == ("NO", 1, {})
+
+
+def test_checkpoints_from_before_the_flag_are_adamw_s():
+    assert differences({}, {"optimizer": "adamw"}) == []
+    assert differences({}, {"optimizer": "adamw8bit"}) == ["optimizer was 'adamw' and is 'adamw8bit'"]
 
 
 def test_it_is_refused_under_deepspeed(train, monkeypatch, capsys):

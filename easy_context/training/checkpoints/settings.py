@@ -23,8 +23,6 @@ _FLAGS = (
     "seed",
     "mixed_precision",
 )
-
-
 _OF_OLDER_CHECKPOINTS = {"optimizer": "adamw"}  # they were made before the flag was there
 
 
