@@ -295,7 +295,7 @@ def test_two_processes_train_as_one_does(train, assets, tmp_path, monkeypatch):
 
 
 def test_the_configuration_for_it_is_without_deepspeed():
-    config = load_config_from_file(REPOSITORY / "accelerate_configs" / "single_gpu_plain.yaml")
+    config = load_config_from_file(str(REPOSITORY / "accelerate_configs" / "single_gpu_plain.yaml"))
     assert (config.distributed_type, config.num_processes, config.deepspeed_config) == ("NO", 1, {})
 
 
