@@ -49,7 +49,7 @@ TESTS = {
     "easy_context/loss.py": "loss",
     "easy_context/memory/autocast.py": "tiled_mlp recompute",
     "easy_context/memory/plan.py": "plan",
-    "easy_context/memory/forecast.py": "forecast choice",
+    "easy_context/memory/forecast.py": "forecast plan_search",
     "easy_context/memory/plan_search.py": "plan_search",
     "easy_context/memory/projections.py": "memory_plans",
     "easy_context/memory/recompute.py": "recompute memory_plans",

@@ -16,8 +16,16 @@ from typing import Any
 from launching import REPOSITORY, free_port
 from worker_pool import HEAVY_IMPORTS
 
-MORE_IMPORTS = ["accelerate", "datasets", "deepspeed", "torch.optim", "torch.nn.parallel"]
 Fault = tuple[Callable[..., None], tuple]  # a function of the rank and further arguments, called before train.main()
+
+
+# What `accelerate launch --config_file accelerate_configs/cpu.yaml` puts into the environment of each process.
+ZERO_3_OFFLOAD = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "accelerate_configs/zero3_offload.json",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+    "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+}
 
 
 class ForkedRun:
@@ -30,7 +38,7 @@ class ForkedRun:
     def __init__(self, output: Path, processes: int, flags: list[str], fault: Fault | None = None, **variables: str):
         """Start `train.py FLAGS` on so many processes; what they print goes into the file `output`."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*HEAVY_IMPORTS, *MORE_IMPORTS])  # without effect if it runs already
+        context.set_forkserver_preload(HEAVY_IMPORTS)  # without effect if it runs already
         self._output, port = output, free_port()
         output.write_text("")
         self.processes = [
@@ -86,7 +94,7 @@ def _train(
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     os.chdir(REPOSITORY)
     os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | variables)
-    if size > 1:
+    if size > 1 or "ACCELERATE_USE_DEEPSPEED" in variables:  # else as `python train.py`
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"})

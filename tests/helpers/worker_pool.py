@@ -25,6 +25,12 @@ HEAVY_IMPORTS = [
     "transformers.models.mistral.modeling_mistral",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
+    # for the runs of train.py in forked_runs.py, which are forked from the same server
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "torch.optim",
+    "torch.nn.parallel",
 ]
 MOST_WORKERS = 8
 SECONDS_TO_START = 180.0  # the fork server's first imports, on a busy machine

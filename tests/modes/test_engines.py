@@ -197,7 +197,7 @@ def test_the_flag_checks_refuse_it(monkeypatch, flags, fragments):
     args = arguments.parse_arguments(["--attn-engine", "library", *flags])
     config = LlamaConfig(hidden_size=32, num_attention_heads=4)
     with flash_attn_stand_in():
-        problem = argument_checks._model_problems(args, config, 1)[0]
+        problem = argument_checks.flag_problems(args, config, 1)[0]
     assert all(fragment in problem for fragment in fragments), problem
 
 

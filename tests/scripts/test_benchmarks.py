@@ -271,7 +271,7 @@ def test_gathered_keys_need_one_call_of_a_kernel_that_aligns_the_ends():
         (train_step, "--hidden-size 30", "--heads must divide --hidden-size"),
         (train_step, "--vocab-size 0", "argument --vocab-size: must be at least 1, got 0"),
         (train_step, "--attn-kernel foo", "invalid choice: 'foo'"),
-        (train_step, "--memory-plan 4*input+attention,4*all", "must add up to the model's 4 layers"),
+        (train_step, "--memory-plan 4*input+attention,4*all", "is for 8 layers, but the model has 4"),
         (train_step, "--mlp-tile-size -4", "argument --mlp-tile-size: must be at least 0, got -4"),
         (train_step, "--time-budget -5", "argument --time-budget: must be at least 1, got -5"),
         (train_step, "--tokens-per-step 0", "argument --tokens-per-step: must be at least 1, got 0"),

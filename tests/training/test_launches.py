@@ -1,4 +1,6 @@
-"""train.py launched as users launch it: several processes, Accelerate, DeepSpeed ZeRO-3 with CPU offload, gloo.
+"""train.py on several processes: Accelerate, DeepSpeed ZeRO-3 with CPU offload, gloo.
+
+Some runs are launched as users launch them; the others are forked, since a launch takes many times as long.
 
 All runs train the same four rows a step, in fp32, with gradient clipping active, and must agree with each other: a
 wrong scale of the gradient in any mode shows in the norm, and in the losses of the following steps.
@@ -8,12 +10,12 @@ import json
 import math
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked_runs import ZERO_3_OFFLOAD, ForkedRun
 from launching import accelerate_launch, read_metrics, run_python, start_python, torchrun
 
 pytestmark = pytest.mark.launch
@@ -24,8 +26,7 @@ TOLERANCE = 1e-4
 
 TILED = ["--memory-plan", "input+attention", "--mlp-tile-size", "7"]
 KEPT = ["--memory-plan", "1*input+attention+projections,1*all"]
-# name: (processes, flags); each makes four rows a step. "torchrun" in the name launches with it, and so without
-# DeepSpeed.
+# name: (processes, flags); each makes four rows a step
 RUNS = {
     "zigzag_ring_attn-1": (1, ["--gradient-accumulate-every", "4", "--gradient-checkpointing", "offload"]),
     "zigzag_ring_attn-2": (2, ["--gradient-accumulate-every", "4", "--memory-plan", "input@cpu+attention,projections"]),
@@ -37,13 +38,8 @@ RUNS = {
     "data_parallel-2-torchrun": (2, ["--gradient-accumulate-every", "2", "--memory-plan", "input,nothing"]),
     "zigzag_ring_attn-4-in-two-groups": (4, ["--gradient-accumulate-every", "2", "--sequence-parallel-size", "2"]),
 }
+LAUNCHED = {"zigzag_ring_attn-2": accelerate_launch, "data_parallel-2-torchrun": torchrun}  # this without DeepSpeed
 REFERENCE = "plain"  # one process without DeepSpeed or a launcher
-
-
-def launch(processes: int, flags: list[str], with_torchrun: bool = False) -> subprocess.CompletedProcess:
-    """Run train.py on so many processes; 0 for `python train.py`."""
-    launcher = torchrun(processes) if with_torchrun else accelerate_launch(processes) if processes else []
-    return run_python(*launcher, "train.py", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +64,12 @@ def assets(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(assets):
-    """`train(name)`: the output folder of a run of RUNS or REFERENCE, launched once a session."""
+    """`train(name)`: the output folder of a run of RUNS or REFERENCE, which is made once a session."""
     finished: dict[str, Path] = {}
 
     def run(name: str) -> Path:
         if name not in finished:
-            processes, flags = RUNS.get(name, (0, ["--gradient-accumulate-every", "1", "--batch-size", "4"]))
+            processes, flags = RUNS.get(name, (1, ["--gradient-accumulate-every", "1", "--batch-size", "4"]))
             mode = name.split("-")[0] if name in RUNS else "data_parallel"
             output_dir = assets / name
             flags = [
@@ -84,8 +80,13 @@ def train(assets):
                 *("--max-grad-norm", str(MAX_GRAD_NORM), "--mixed-precision", "no", "--output-dir", str(output_dir)),
                 *flags,
             ]
-            result = launch(processes, flags, "torchrun" in name)
-            assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+            if name in LAUNCHED:
+                result = run_python(*LAUNCHED[name](processes), "train.py", *flags)
+                assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+            else:
+                variables = {} if name == REFERENCE else ZERO_3_OFFLOAD
+                forked = ForkedRun(assets / f"{name}.log", processes, flags, **variables)
+                assert forked.wait(300) == [0] * processes, forked.said()[-6000:]
             finished[name] = output_dir
         return finished[name]
 
@@ -193,7 +194,7 @@ def test_what_cannot_work_is_said_once_and_nothing_is_written(assets):
         *("--model", str(assets / "model"), "--dataset", str(assets / "no-such-rows"), "--parallel_mode"),
         *("ulysses_attn", "--sequence-parallel-size", "3", "--max-train-steps", "0", "--output-dir", str(output_dir)),
     ]
-    result = launch(2, flags)
+    result = run_python(*accelerate_launch(2), "train.py", *flags)
     assert result.returncode != 0
     assert result.stderr.count("train.py cannot start") == 1
     for flag in ("--dataset", "--sequence-parallel-size 3", "--max-train-steps 0"):
@@ -209,10 +210,10 @@ def test_a_loss_that_is_not_finite_is_said_once(assets):
         *("--learning-rate", "1e30", "--mixed-precision", "no", "--output-dir", str(output_dir)),
         *("--gradient-accumulate-every", "1"),
     ]
-    result = launch(2, flags)
-    assert result.returncode != 0
-    assert result.stderr.count("step 2: loss nan") == 1, result.stderr
-    assert 'train.py", line' not in result.stderr
+    run = ForkedRun(assets / "diverged.log", 2, flags, **ZERO_3_OFFLOAD)
+    assert run.wait() == [1, 1]
+    assert run.said().count("step 2: loss nan") == 1, run.said()
+    assert 'train.py", line' not in run.said()
     assert [record["step"] for record in read_metrics(output_dir)] == [1, 2]
     assert not (output_dir / "config.json").exists()
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import accelerate_launch, read_metrics, run_python, start_python, train_here
+from forked_runs import ZERO_3_OFFLOAD, ForkedRun
+from launching import read_metrics, run_python, start_python, train_here
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, save_tiny_llama
 
@@ -253,9 +254,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path
 
 def launch(assets: Path, output_dir: Path, processes: int, *flags: str) -> str:
     """Train under ZeRO-3 with CPU offload; return what was said."""
-    result = run_python(*accelerate_launch(processes), "train.py", *flags_of(assets, output_dir), *flags)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stderr
+    run = ForkedRun(assets / "log", processes, [*flags_of(assets, output_dir), *flags], **ZERO_3_OFFLOAD)
+    assert run.wait(300) == [0] * processes, run.said()[-4000:]
+    return run.said()
 
 
 @pytest.mark.launch

@@ -152,6 +152,7 @@ def test_interrupted_at_any_moment_all_processes_end_and_the_next_run_goes_on(fo
     import datasets  # noqa: F401  an interrupted import is not what is tested
 
     def be_interrupted():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run where Ctrl-C is ignored
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         tokenised, interrupted = None, 0
         while tokenised is None:
