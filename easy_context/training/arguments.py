@@ -36,63 +36,67 @@ class Arguments:
     model: str = _flag("meta-llama/Llama-2-7b-hf", "hub name or folder of the model to start from")
     dataset: str = _flag(
         "PY007/slimpajama_llama_tokenized_upsample_4096_chunk_1M",
-        "rows of input_ids (and labels, if some tokens should not be learnt): a hub name, a folder of save_to_disk, or "
-        "parquet, json or jsonl files",
+        "rows of input_ids, and of labels where some tokens should not be learned: a hub name, a folder of "
+        "save_to_disk, or parquet, json or jsonl files",
     )
     output_dir: str = _flag("./output", "folder for metrics, arguments and the trained model")
     overwrite: bool = _flag(
-        False, "train anew into an --output-dir that holds a model; the same line goes on if that is cut off"
+        False, "train again into an --output-dir that holds a model; the same command resumes such a run"
     )
     seq_length: int = _flag(
         16384,
-        "most tokens of a row: longer rows are cut, shorter ones are padded to the longest of their micro-batch",
+        "maximum number of tokens in a row: longer rows are truncated, shorter ones padded to the longest in their "
+        "micro-batch",
         least=2,
     )
     respect_documents: bool = _flag(
         False,
-        "keep the documents of a row apart: attention and targets stay within each, and positions start anew. Where "
-        "documents start is told by a column (prepare_data.py writes document_lengths) or by one of the next two flags",
+        "keep the documents of a row apart: attention and targets stay within each, and positions restart. A column "
+        "(document_lengths of prepare_data.py) or one of the next two flags tells where documents start",
     )
     documents_end_with: int | None = _flag(None, "id of the token that ends each document, such as EOS", least=0)
     documents_begin_with: int | None = _flag(None, "id of the token that begins each document, such as BOS", least=0)
-    rope_theta: float | None = _flag(None, "new base of the rotary embeddings; the model's own if not given")
-    eval_dataset: str | None = _flag(None, "rows to report a loss on, in the forms that --dataset takes")
+    rope_theta: float | None = _flag(None, "new base of the rotary position embeddings; default: the base of --model")
+    eval_dataset: str | None = _flag(None, "rows for an evaluation loss, in any form that --dataset takes")
     eval_every: int = _flag(100, "optimizer steps between evaluations", least=1)
 
     # Optimisation.
-    batch_size: int = _flag(1, "rows of a micro-batch in each data-parallel group", least=1)
+    batch_size: int = _flag(1, "rows in a micro-batch of each data-parallel group", least=1)
     gradient_accumulate_every: int = _flag(8, "micro-batches in an optimizer step", least=1)
-    max_train_steps: int = _flag(400, "optimizer steps; epochs repeat until then", least=1)
+    max_train_steps: int = _flag(400, "number of optimizer steps; the dataset is repeated as often as needed", least=1)
     learning_rate: float = _flag(2e-5, "AdamW learning rate after the warm-up", least=0)
     warmup_steps: int = _flag(0, "optimizer steps over which the learning rate rises linearly", least=0)
     lr_scheduler: str = _flag(
-        "constant", "course of the learning rate after the warm-up", choices=("constant", "cosine", "linear")
+        "constant", "learning-rate schedule after the warm-up", choices=("constant", "cosine", "linear")
     )
     weight_decay: float = _flag(0.0, "AdamW weight decay, applied to matrices only", least=0)
     adam_betas: list[float] = _flag([0.9, 0.95], "AdamW betas", nargs=2, metavar="BETA")
     optimizer: str = _flag(
         "adamw",
-        "adamw: float32 weights and moments. adamw8bit: torchao's, with moments of 8 bits and no float32 copy of bf16 "
-        "weights, which are rounded stochastically; 6 bytes a parameter instead of 16, not shared out over GPUs. It "
-        "runs without DeepSpeed",
+        "adamw: float32 weights and moments. adamw8bit: torchao's AdamW with 8-bit moments and stochastically rounded "
+        "bf16 weights; 6 bytes a parameter instead of 16, not divided over GPUs, only without DeepSpeed",
         choices=("adamw", "adamw8bit"),
     )
-    max_grad_norm: float = _flag(1.0, "norm to which gradients are clipped; 0 for no clipping", least=0)
-    seed: int = _flag(42, "seed of the order of the rows and of dropout")
+    max_grad_norm: float = _flag(
+        1.0, "maximum gradient norm, to which larger ones are scaled down; 0: no clipping", least=0
+    )
+    seed: int = _flag(42, "random seed for the order of rows and for dropout")
 
     # Parallelism, speed and memory.
-    parallel_mode: str = _flag("zigzag_ring_attn", "how a row is split over processes", choices=MODES)
+    parallel_mode: str = _flag(
+        "zigzag_ring_attn", "how a row is split over processes (data_parallel: not at all)", choices=MODES
+    )
     ring_degree: int | None = _flag(
         None,
-        "processes in a ring of usp_attn; by default the smallest number that keeps all-to-all inside a node and lets "
-        "it divide the query heads",
+        "processes in each ring of usp_attn; default: the smallest number for which all-to-all stays inside a node and "
+        "its size divides the number of query heads",
     )
     sequence_parallel_size: int | None = _flag(
-        None, "processes that share a row; all of them if not given (data_parallel: 1)"
+        None, "number of processes that share a row; default: all (data_parallel: 1)"
     )
     attn_kernel: str = _flag(
         "auto",
-        "attention kernel; auto takes the first that can serve, fastest on long rows first",
+        "attention kernel; auto: the first one that supports this model and GPU, in the order of speed on long rows",
         choices=("auto", *KERNELS),
     )
     attn_engine: str = _flag(
@@ -103,73 +107,77 @@ class Arguments:
     memory_plan: str = _flag(
         "auto",
         "what each layer keeps for backward; the rest is recomputed. auto: the fastest plan that fits the free memory. "
-        f"Else {SYNTAX}",
+        f"Otherwise {SYNTAX}",
     )
     gradient_checkpointing: str | None = _flag(
         None,
-        "short for a plan that keeps all (none), or of every layer the input on the GPU (full) or in host memory "
-        "(offload) and attention as --keep-attention says",
+        "shorthand for a memory plan. none: every layer keeps everything. full, offload: every layer keeps its input, "
+        "on the GPU or in host memory, and attention as --keep-attention says",
         choices=("none", "full", "offload"),
     )
     keep_attention: str | None = _flag(
         None,
-        "short for a plan that keeps inputs in host memory, or as --gradient-checkpointing says, and attention here",
+        "shorthand for a memory plan: where layers keep attention's results (none: attention runs twice); inputs stay "
+        "in host memory unless --gradient-checkpointing is full",
         choices=("gpu", "cpu", "none"),
     )
     offload: str = _flag(
         "auto",
-        "what DeepSpeed ZeRO-3 keeps in host memory: nothing, the optimizer, or weights too; auto takes the first that "
-        "fits the memory that is free. A DeepSpeed JSON that names a device wins",
+        "what DeepSpeed ZeRO-3 keeps in host memory: nothing, the optimizer, or the optimizer and the weights (all). "
+        "auto: as little as fits the free memory. A device named in the DeepSpeed JSON overrides this flag",
         choices=("auto", "none", "optimizer", "all"),
     )
     mlp_tile_size: int | None = _flag(
         None,
-        "run the MLPs of recomputed layers in tiles of this many local tokens; 0 for whole. By default whole where "
-        "that fits, else 16384",
+        "run the MLPs of recomputed layers in tiles of this many local tokens; 0: no tiles; default: no tiles if that "
+        "fits, else 16384",
         least=0,
     )
     liger: bool | None = _flag(
         None,
-        "Liger's fused RMSNorm, RoPE, SwiGLU and loss; by default used on CUDA where liger-kernel is installed and can "
-        "run this model",
+        "use Liger's fused RMSNorm, RoPE, SwiGLU and loss; default: on CUDA, if liger-kernel is installed and supports "
+        "this model",
     )
-    mixed_precision: str = _flag("bf16", "bf16, or float32 throughout", choices=("bf16", "no"))
+    mixed_precision: str = _flag("bf16", "bf16: bf16 computation; no: float32 throughout", choices=("bf16", "no"))
 
     # Saving and resuming.
     save_every: int = _flag(
         0,
-        "optimizer steps between checkpoints to resume from; 0 for none. Whatever is set here, a first SIGTERM or "
-        "SIGUSR1 ends the run behind the step that is being made, with a checkpoint and exit code 0",
+        "optimizer steps between checkpoints; 0: none. In any case the first SIGTERM or SIGUSR1 ends the run after the "
+        "current step, with a checkpoint and exit code 0",
         least=0,
     )
-    save_minutes: float = _flag(0.0, "minutes between checkpoints to resume from; 0 for none", least=0)
-    keep_last: int = _flag(2, "checkpoints to keep; older ones are removed", least=1)
+    save_minutes: float = _flag(0.0, "minutes between checkpoints; 0: none", least=0)
+    keep_last: int = _flag(2, "number of checkpoints to keep; older ones are deleted", least=1)
     resume: str = _flag(
         "auto",
-        "folder of a checkpoint to go on from; auto: the last whole one in --output-dir, if any; none: start anew",
+        "folder of the checkpoint to resume from; auto: the last complete one in --output-dir, if there is one; none: "
+        "start from --model",
     )
-    resume_anyway: bool = _flag(False, "resume although settings that change the weights are others")
+    resume_anyway: bool = _flag(False, "resume even if settings that affect the weights have changed")
 
     # Faults.
     skip_nonfinite: int = _flag(
         0,
-        "steps that may be left out because their loss or gradient norm is not finite; the next one ends the run, "
-        "weights untouched",
+        "maximum number of steps to skip because their loss or gradient norm is not finite; the next such step ends "
+        "the run before it changes the weights",
         least=0,
     )
     hang_timeout: float = _flag(
         7200.0,
-        "seconds without progress after which the run ends and every process prints where it is; must be longer than "
-        "the longest step. A process that sends no sign of life for 60 s (or for this time, if less) counts as frozen. "
-        "0 turns both off",
+        "seconds without progress after which the run ends and every process prints its position; must exceed the "
+        "longest step. A process that does not respond for 60 s, or for this time if it is shorter, counts as frozen. "
+        "0 turns both checks off",
         least=0,
     )
 
     # Logging.
     report_to: str | None = _flag(
-        None, "trackers; wandb if --wandb is given, else none", choices=("none", "wandb", "tensorboard", "all")
+        None,
+        "experiment trackers; default: wandb if --wandb is given, else none",
+        choices=("none", "wandb", "tensorboard", "all"),
     )
-    wandb: str | None = _flag(None, "wandb project; offline if there is no API key")
+    wandb: str | None = _flag(None, "name of the wandb project; without an API key wandb logs offline")
     log_every: int = _flag(1, "optimizer steps between reports to the trackers and the progress bar", least=1)
 
 

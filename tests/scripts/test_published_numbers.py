@@ -253,8 +253,13 @@ def test_sentences_in_the_readme():
     assert at_4k[1] == at_8k[1] == at_16k[1] == at_32k[1]
     expected = {
         r"in two novels in (\d+) of (\d+) prompts": right_of("needle-cells"),
-        r"in all prompts at 4K, in (\d+ %) at 8K, and in none at 16K and 32K \((\d+) prompts each": (share(at_8k), at_8k[1]),
-        r"With eight distractors, (\d+ %) of the extended model's answers are right": [share(right_of("needle-distractors-cells"))],
+        r"in all prompts at 4K, in (\d+ %) at 8K, and in none at 16K and 32K \((\d+) prompts each": (
+            share(at_8k),
+            at_8k[1],
+        ),
+        r"With eight distractors, (\d+ %) of the extended model's answers are right": [
+            share(right_of("needle-distractors-cells"))
+        ],
         r"(\d+) steps of 64K and (\d+) steps of 128K": [len(records(f"metrics-{n}K")) for n in (64, 128)],
         r"([\d.]+) M tokens, of which ([\d.]+) M count in the loss": (tokens_in_all, learned),
         r"layer inputs in host memory costs ([\d.]+ %) of the time": [cost(inputs="offload")],
