@@ -16,6 +16,7 @@ from family_models import (
     family_model,
     gradients_of,
     patched,
+    planned,
     random_rows,
 )
 from packed_rows import Starts, random_starts
@@ -41,6 +42,7 @@ class PackedSetting:
     family: str = "llama"
     restart_positions: bool = True
     checkpointed: tuple = ()  # settings of checkpointing; none if empty
+    plan: str = ""  # a memory plan
     fused: bool = True
 
     def model(self):
@@ -76,6 +78,8 @@ def run_setting(setting: PackedSetting) -> StepResult:
             easy_context.apply_fused_loss(model)
         if setting.checkpointed:
             stack.enter_context(checkpointing(model, **dict(setting.checkpointed)))
+        if setting.plan:
+            stack.enter_context(planned(model, setting.plan))
         rows = slice(mesh.data_rank * len(ids) // mesh.data_size, (mesh.data_rank + 1) * len(ids) // mesh.data_size)
         shard = easy_context.shard_batch(
             setting.mode,
@@ -159,7 +163,8 @@ def test_every_way_of_checkpointing_keeps_documents_apart(pool, mode):
         PackedSetting(mode, starts_of(10, 1, 48, 4), 48, checkpointed=tuple(settings.items()))
         for settings in CHECKPOINTING_SETTINGS
     ]
-    check(pool, settings, 2)
+    plan = "1*input@cpu+projections,1*attention"  # the second layer has the first make its input again
+    check(pool, [*settings, PackedSetting(mode, starts_of(11, 2, 48, 4), 48, plan=plan)], 2)
 
 
 def test_documents_that_count_their_positions_are_told_by_position_ids():
