@@ -32,13 +32,19 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     documents: Documents | None = None,
+    collect: Callable | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hugging Face's interface: query `[batch, heads, shard, head_dim]` to out `[batch, shard, heads, head_dim]`.
 
     What the caller gives to the model beside its own arguments comes along with every layer's, also when a layer is run
-    again in backward: `documents`, which `prepare_seq_parallel_inputs` makes of whole rows.
+    again in backward: `documents`, which `prepare_seq_parallel_inputs` makes of whole rows. `collect`, of
+    `memory.tiled_forward`, takes a tile's tensors, and a function that will compute attention of the whole shard.
     """
+    if collect is not None:
+        given: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        attention = functools.partial(attention_function, module, documents=documents, **given, **options)
+        return collect(query, key, value, attention), None
     patch = current_patch()
     query, key, value = (x.to(autocast_dtype(x)) for x in (query, key, value))
     if documents is not None and documents.is_single:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..common.errors import naming_flags
 from ..huggingface import SUPPORTED_MODELS
+from ..memory.tiled_forward import SMALL_TILE_SIZE, TILE_SIZE, gather_layers_whole
 from ..mesh import CurrentMesh, Mesh
 from ..model.config import load_config, model_problems, set_rope_theta
 from ..model.weights import check_weights, load_whole
@@ -110,8 +111,14 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
         except ValueError as reason:
             raise UnusableModel(str(reason)) from reason
         model.eval()
-        model = model.to(device) if accelerator is None else accelerator.prepare(model).module
-        yield Scorer(model, mode, mesh, device, SMALL_LOSS_CHUNK if frugal else LOSS_CHUNK, frugal)
+        if accelerator is None:
+            model = model.to(device)
+        else:
+            if mode is not None:
+                gather_layers_whole(model)
+            model = accelerator.prepare(model).module
+        chunk, tile = (SMALL_LOSS_CHUNK, SMALL_TILE_SIZE) if frugal else (LOSS_CHUNK, TILE_SIZE)
+        yield Scorer(model, mode, mesh, device, chunk, tile, frugal)
     finally:
         remove_seq_parallel_monkey_patch()
 

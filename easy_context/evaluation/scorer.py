@@ -1,6 +1,7 @@
 """A causal language model spread over the processes, asked for token losses or for the tokens it would write.
 
-Neither ever holds the logits of a whole row: losses go chunk by chunk, and answers need only their own positions.
+Neither ever holds the logits of a whole row: losses go chunk by chunk, and answers need only their own positions. Keys
+and values are not cached, and layers run by tiles.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..loss import IGNORE_INDEX, token_losses
+from ..memory.tiled_forward import TILE_SIZE, tiled_forward
 from ..mesh import CurrentMesh, Mesh
 from ..sequence_parallel import gather_seq_parallel_outputs
 from ..shards import shard_batch
@@ -31,6 +33,7 @@ class Scorer:
         mesh: this process's place.
         device: where the model is.
         loss_chunk: positions whose logits exist at once.
+        tile_size: tokens that go through a layer together, but for its attention.
         frugal: give cached memory back after every pass.
     """
 
@@ -39,6 +42,7 @@ class Scorer:
     mesh: CurrentMesh | Mesh
     device: torch.device
     loss_chunk: int = LOSS_CHUNK
+    tile_size: int = TILE_SIZE
     frugal: bool = False
 
     @torch.no_grad()
@@ -95,13 +99,16 @@ class Scorer:
 
     def _hidden(self, input_ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states `[batch, seq / size, hidden]` and the targets of this rank's shard."""
+        decoder = self.model.base_model
+        by_tiles: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.mode is None:
             shard = {"input_ids": input_ids.to(self.device), "shift_labels": targets.to(self.device)}
         else:
             shard = shard_batch(self.mode, input_ids, targets, self.mesh, self.device)
+            by_tiles = tiled_forward(decoder, max(1, self.tile_size // len(input_ids)))
         local_targets = shard.pop("shift_labels")
-        output = self.model.base_model(**shard, use_cache=False)
-        return output.last_hidden_state, local_targets
+        with by_tiles:
+            return decoder(**shard, use_cache=False).last_hidden_state, local_targets
 
     def _gather(self, local: torch.Tensor, length: int) -> torch.Tensor:
         if self.mode is not None:
