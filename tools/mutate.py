@@ -78,6 +78,8 @@ TESTS = {
     "easy_context/model/weights.py": "weights",
     "easy_context/training/zero_offload.py": "memory_choice",
     "easy_context/training/state_memory.py": "memory_choice planner",
+    "easy_context/training/adamw8bit.py": "adamw8bit",
+    "easy_context/training/gradient_release.py": "adamw8bit",
     "easy_context/training/memory_choice.py": "memory_choice",
     "easy_context/training/free_memory.py": "free_memory",
     "train.py": "train resuming",

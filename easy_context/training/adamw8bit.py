@@ -1,5 +1,6 @@
 """torchao's AdamW with moments of 8 bits, as this package runs and saves it; importing this needs torchao."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +16,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
 
     A step is computed in float32. Its bf16 weights are rounded up or down at random, by how near each is, so that
     updates below bf16's resolution count on average. 256 elements of a moment share a float32 scale. Moments of
-    embeddings, and of parameters with fewer than 4096 elements or with a number that 256 does not divide, keep the
-    parameter's dtype.
+    embeddings, and of parameters with fewer than 4096 elements or with a number that 256 does not divide, are float32.
     """
 
     def __init__(
@@ -47,12 +47,15 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         if self._rounding_seed is not None:
             torch.manual_seed(self._rounding_seed + self._steps_made())
         on_cpu = all(parameter.device.type == "cpu" for group in self.param_groups for parameter in group["params"])
-        with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+        with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
             return super().step(closure)
 
     def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor:
         """Return the zeros with which a moment begins, as torchao asks for them."""
-        return torch.zeros_like(p) if p in self._embeddings else super()._new_buffer(p, signed)
+        if p not in self._embeddings and isinstance(moment := super()._new_buffer(p, signed), OptimState8bit):
+            return moment
+        # torchao would take the parameter's dtype. In bf16 the decay by a second beta of 0.999 is lost in rounding.
+        return torch.zeros_like(p, dtype=torch.float32)
 
     def _steps_made(self) -> int:
         return max((int(state["step"]) for state in self.state.values() if state), default=0)

@@ -99,7 +99,10 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
         write_offload(plugin, option.offload)
     _log_choice(option, args, named, _needed(option, config, free, accelerator.device) if on_gpu else None)
     if on_gpu and not fits:
-        logger.warning("this probably does not fit this machine; --offload auto and --memory-plan auto would choose")
+        logger.warning(
+            "this probably does not fit this machine: leave --offload and --memory-plan at auto, or use more GPUs or a "
+            "shorter --seq-length"
+        )
     return option.plan, option.load.mlp_tile_size
 
 

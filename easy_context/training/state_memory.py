@@ -46,8 +46,8 @@ def _without_deepspeed(args: Arguments, shape: Shape, processes: int) -> float:
     autocast = 2 if in_bf16 and weight == 4 else 0  # it keeps bf16 copies of all weights until forward ends
     moments: float = 8 * shape.parameters
     if args.optimizer == "adamw8bit":
-        embedding = shape.vocabulary * shape.hidden  # whose moments have the dtype of the weights
-        moments = _MOMENTS_IN_8_BITS * (shape.parameters - embedding) + 2 * weight * embedding
+        embedding = shape.vocabulary * shape.hidden  # whose moments are float32
+        moments = _MOMENTS_IN_8_BITS * (shape.parameters - embedding) + 8 * embedding
     return (weight + gradient + autocast) * shape.parameters + moments
 
 

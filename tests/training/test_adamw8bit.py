@@ -85,6 +85,8 @@ def test_a_parameter_takes_four_bytes_beside_its_gradient():
         **{"exp_avg.scale": numel / 64, "exp_avg_sq.scale": numel / 64},
     }
     assert weight.dtype == torch.bfloat16 and set(map(type, plain.values())) == {torch.Tensor}
+    norm = optimizer.plain_state(model.model.norm.weight)
+    assert norm["exp_avg"].dtype == norm["exp_avg_sq"].dtype == torch.float32
     assert optimizer.plain_state(torch.nn.Parameter(torch.zeros(2))) == {}
 
 
@@ -119,7 +121,7 @@ def test_steps_are_rounded_by_other_random_numbers():
 
 @pytest.mark.parametrize("is_embedding", [False, True])
 def test_tokens_that_a_step_lacks_do_not_jump(is_embedding):
-    """In 8 bits they would: this is what embeddings are kept in the weights' dtype for."""
+    """With moments in 8 bits they would."""
     embedding = torch.nn.Embedding(64, 256, dtype=torch.bfloat16)
     before = embedding.weight.detach().clone()
     optimizer = optimizer_of(embedding, embeddings=[embedding.weight] if is_embedding else [])

@@ -111,11 +111,11 @@ def test_without_deepspeed_parts_add_up_and_every_gpu_holds_all():
         assert result.fits and result.option.offload is None
         assert sum(result.gpu.values()) == pytest.approx(result.option.need.gpu)
         assert result.gpu["weights"] / GIB == pytest.approx(15.0, rel=0.01)
-        assert result.gpu["gradients and optimizer"] / GIB == pytest.approx(31.1, rel=0.01)
+        assert result.gpu["gradients and optimizer"] / GIB == pytest.approx(33.1, rel=0.01)
         assert result.host["weights, gradients, optimizer"] == 0 and result.seconds["optimizer"] > 0
     in_backward = arguments(*EIGHT_BIT, "--max-grad-norm", "0", "--gradient-accumulate-every", "1")
     released = forecast(in_backward, LLAMA_3_8B, machines(1, "H200", 120.0))
-    assert released.gpu["gradients and optimizer"] / GIB == pytest.approx(16.1, rel=0.01)
+    assert released.gpu["gradients and optimizer"] / GIB == pytest.approx(18.1, rel=0.01)
 
 
 @pytest.mark.parametrize(
