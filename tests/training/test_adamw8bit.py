@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
-from launching import REPOSITORY, read_metrics, run_python, torchrun, train_here
+from launching import read_metrics, run_python, torchrun, train_here
 from safetensors.torch import load_file
 from tiny_models import tiny_llama
 
@@ -294,11 +293,6 @@ def test_two_processes_train_as_one_does(train, assets, tmp_path, monkeypatch):
     for name, weight in weights.items():
         assert weight.dtype == torch.bfloat16
         torch.testing.assert_close(weight, expected_weights[name], rtol=0.02, atol=0.02)
-
-
-def test_the_configuration_for_it_is_without_deepspeed():
-    config = load_config_from_file(str(REPOSITORY / "accelerate_configs" / "single_gpu_plain.yaml"))
-    assert (config.distributed_type, config.num_processes, config.deepspeed_config) == ("NO", 1, {})
 
 
 def test_checkpoints_from_before_the_flag_are_adamw_s():
