@@ -37,8 +37,8 @@ def attention_function(
 ) -> tuple[torch.Tensor, None]:
     """Hugging Face's interface: query `[batch, heads, shard, head_dim]` to out `[batch, shard, heads, head_dim]`.
 
-    What the caller gives to the model beside its own arguments comes along with every layer's, also when a layer is run
-    again in backward: `documents`, which `prepare_seq_parallel_inputs` makes of whole rows. `collect`, of
+    A model passes keyword arguments that it does not know on to every layer, also when a layer is run again in
+    backward. So `documents`, which `prepare_seq_parallel_inputs` makes of whole rows, arrives here. `collect`, of
     `memory.tiled_forward`, takes a tile's tensors, and a function that will compute attention of the whole shard.
     """
     if collect is not None:

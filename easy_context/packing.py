@@ -7,7 +7,7 @@ import torch
 from .common.constants import IGNORE_INDEX
 from .kernels.documents import Documents
 
-# How a caller says where documents start: for each row the places, or by positions that start anew at each document.
+# Where documents start: the places in each row, or "position_ids" if positions start anew from 0 in each document.
 DocumentStarts = Sequence[Sequence[int]] | str
 BY_POSITIONS = "position_ids"
 
@@ -16,7 +16,7 @@ def find_documents(documents: DocumentStarts, shape: tuple[int, ...], position_i
     """Return the documents of a batch of rows.
 
     Args:
-        documents: for each row where its documents start, 0 first; or "position_ids": where these are 0.
+        documents: the places in each row where its documents start, 0 first; or "position_ids": where these are 0.
         shape: rows of the batch and tokens of a row.
         position_ids: `[batch, length]` or `[1, length]`.
 

@@ -99,8 +99,8 @@ def prepare_seq_parallel_inputs(
     A length that does not divide is padded at the end: positions go on, targets are -100, and under causal attention
     no real token sees the padding. `gather_seq_parallel_outputs(..., length=...)` cuts it off again.
 
-    With `documents` the rows are packed: a patched model that is given "documents" attends within each of them. That
-    is never guessed from restarting positions alone, which the model refuses.
+    With `documents` the rows are packed: a patched model that is given the "documents" returned here attends within
+    each of them. Restarting positions alone do not say so: without documents the model refuses them.
 
     Args:
         seq_algo: the mode.
@@ -114,8 +114,8 @@ def prepare_seq_parallel_inputs(
         device: where the shards go.
         ring_degree: of usp_attn, ranks in a ring; None for that of the applied patch, or the patch's own choice. The
             other modes have one way to split, and take 1 or None.
-        documents: for each row where its documents start, 0 first; or "position_ids", if these start anew from 0 at
-            each. Targets at the end of a document become -100.
+        documents: the places in each row where its documents start, 0 first; or "position_ids" if positions start anew
+            from 0 in each document. Targets at the end of a document become -100.
         check_rows: where the applied patch splits rows, compare checksums of the rows over the group whenever `rank`
             and `world_size` are this process's own. That is collective: every rank of the group calls this for the same
             batches. False leaves it out.

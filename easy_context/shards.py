@@ -32,9 +32,10 @@ def shard_batch(
             the edge of a shard loses its target.
         mesh: the grid of ranks, from `apply_seq_parallel_monkey_patch`.
         device: where the shard goes.
-        documents: if the rows are packed, for each row where its documents start, 0 first. Attention then stays within
-            documents, and no target is the first token of another one.
-        restart_positions: let positions count from 0 in each document, as if it were alone; else they go on.
+        documents: for packed rows, the places in each row where its documents start, 0 first. Attention then stays
+            within documents, and targets at their ends become -100.
+        restart_positions: count positions from 0 in each document, as if it were alone; False lets them go on over the
+            row. With RoPE the results are the same up to rounding.
 
     Returns:
         `input_ids`, `position_ids` and `shift_labels` `[batch, shard]` int64, and "documents" if they are given.
