@@ -114,7 +114,8 @@ def train(args: Arguments, watch: Watch) -> None:
 
     def shard(batch: dict) -> dict:
         """This rank's part of a batch of whole rows, as keyword arguments of the model."""
-        return shard_batch(args.parallel_mode, **batch, mesh=mesh, device=accelerator.device)
+        restart = args.document_positions == "restart"
+        return shard_batch(args.parallel_mode, **batch, mesh=mesh, device=accelerator.device, restart_positions=restart)
 
     # --- The loop: one accumulation window is one optimizer step. ---
     # DeepSpeed and DDP average gradients over processes, and both divide by the accumulation steps. The loss is already

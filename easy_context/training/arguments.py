@@ -51,11 +51,17 @@ class Arguments:
     )
     respect_documents: bool = _flag(
         False,
-        "keep the documents of a row apart: attention and targets stay within each, and positions restart. A column "
-        "(document_lengths of prepare_data.py) or one of the next two flags tells where documents start",
+        "keep the documents of a row apart: attention and targets stay within each. A column (document_lengths of "
+        "prepare_data.py) or one of the next two flags tells where documents start",
     )
     documents_end_with: int | None = _flag(None, "id of the token that ends each document, such as EOS", least=0)
     documents_begin_with: int | None = _flag(None, "id of the token that begins each document, such as BOS", least=0)
+    document_positions: str = _flag(
+        "restart",
+        "positions under --respect-documents: restart at 0 in each document, or continue over the row; with RoPE both "
+        "give the same result up to rounding",
+        choices=("restart", "continue"),
+    )
     rope_theta: float | None = _flag(None, "new base of the rotary position embeddings; default: the base of --model")
     eval_dataset: str | None = _flag(None, "rows for an evaluation loss, in any form that --dataset takes")
     eval_every: int = _flag(100, "optimizer steps between evaluations", least=1)

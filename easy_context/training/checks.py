@@ -101,8 +101,9 @@ def _document_problems(args: Arguments) -> list[str]:
         for name in ("documents_end_with", "documents_begin_with")
         if (value := getattr(args, name)) is not None
     }
-    if flags and not args.respect_documents:
-        return [f"{' and '.join(flags)} without --respect-documents has no effect: give it, too"]
+    if not args.respect_documents:
+        given = [*flags, *(["--document-positions continue"] if args.document_positions == "continue" else [])]
+        return [f"{' and '.join(given)} without --respect-documents has no effect: give it, too"] if given else []
     return [f"{' and '.join(flags)}: give one of them"] if len(flags) > 1 else []
 
 

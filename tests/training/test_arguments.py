@@ -157,6 +157,7 @@ def test_the_originals_flags_and_defaults_parse():
         (["--adam-betas", "0.9", "1"], ["--adam-betas", "[0, 1)"]),
         (["--respect-documents"], ["--respect-documents: no column of --dataset", "--documents-end-with"]),
         (["--documents-end-with", "2"], ["--documents-end-with 2", "--respect-documents"]),
+        (["--document-positions", "continue"], ["--document-positions continue", "--respect-documents"]),
         (["--respect-documents", "--documents-begin-with", "99"], ["--documents-begin-with 99", "marks no document"]),
         (
             ["--respect-documents", "--documents-end-with", "7", "--attn-engine", "library"],

@@ -14,6 +14,7 @@ import torch
 from forked_runs import ForkedRun
 from launching import read_metrics, train_here
 from tiny_models import VOCABULARY, save_tiny_llama
+from transformers.models.llama.modeling_llama import LlamaModel
 
 STEPS, TOLERANCE = 4, 1e-4
 SEPARATOR = 200  # the last token of each document, and of no other place
@@ -81,7 +82,6 @@ def assert_alike(output_dir: Path, expected: list[dict]) -> None:
 @pytest.mark.parametrize(
     "rows, flags",
     [
-        ("lengths", ["--batch-size", "4", "--gradient-accumulate-every", "1"]),
         ("positions", ["--batch-size", "2", "--gradient-accumulate-every", "2"]),
         ("plain", ["--batch-size", "1", "--gradient-accumulate-every", "4", "--documents-end-with", str(SEPARATOR)]),
     ],
@@ -89,6 +89,22 @@ def assert_alike(output_dir: Path, expected: list[dict]) -> None:
 def test_one_process_trains_packed_rows_as_their_documents(assets, expected, tmp_path, rows, flags):
     train_here(*flags_of(assets, rows, tmp_path), "--respect-documents", *flags)
     assert_alike(tmp_path, expected)
+
+
+@pytest.mark.parametrize("positions", ["restart", "continue"])
+def test_positions_restart_or_continue_and_nothing_else_changes(assets, expected, tmp_path, monkeypatch, positions):
+    seen, forward = [], LlamaModel.forward
+
+    def watch(model, *args, position_ids, **kwargs):
+        seen.append(position_ids)
+        return forward(model, *args, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", watch)
+    flags = ["--batch-size", "4", "--gradient-accumulate-every", "1", "--document-positions", positions]
+    train_here(*flags_of(assets, "lengths", tmp_path), "--respect-documents", *flags)
+    assert_alike(tmp_path, expected)
+    going_on = torch.arange(60).expand(4, 60)
+    assert seen and all(torch.equal(each, going_on) == (positions == "continue") for each in seen)
 
 
 def test_without_the_flag_attention_crosses_documents_and_the_log_says_so(assets, expected, tmp_path, caplog):
