@@ -124,6 +124,7 @@ def train(args: Arguments, watch: Watch) -> None:
     log = MetricsLog(accelerator, args, watch, last_step)
     meter = StepMeter(accelerator, mesh, config, model)
     log.progress.show_layers_of_first_step(model)
+    batches = log.progress.reading(batches)
     nonfinite = NonfiniteSteps(accelerator, args, checkpoints, functools.partial(rows_of_step, rows, args, mesh))
     model.train()
     for step in range(last_step + 1, args.max_train_steps + 1):
@@ -155,6 +156,7 @@ def train(args: Arguments, watch: Watch) -> None:
             break
 
     log.close()
+    nonfinite.sum_up()
     checkpoints.close()
     if not checkpoints.stopping:
         save_model(accelerator, model, args.output_dir, tokenizer_of=args.model)

@@ -79,6 +79,13 @@ class TokenRows:
             raise UnusableRow(str(error)) from None
         return tokens
 
+    def content(self, index: int) -> bytes:
+        """Return the numbers in all columns of a row as bytes, without a check."""
+        import pyarrow.compute as pc
+
+        row = self._dataset.with_format("arrow")[index : index + 1]
+        return b"".join(pc.list_flatten(row[name]).to_numpy().tobytes() for name in sorted(row.column_names))
+
     def lengths(self, rows: int) -> list[int]:
         """Return the number of tokens of each of the first `rows` rows; no tokens are read."""
         import pyarrow.compute as pc

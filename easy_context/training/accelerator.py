@@ -92,11 +92,20 @@ def launched_for_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
+class _BesideBar(logging.StreamHandler):
+    """Prints a line of the log above a progress bar, not into its line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=self.stream)
+
+
 def _set_up_logs(is_main_process: bool) -> None:
     """Let rank 0 say what this package chose, and keep out what libraries say of their own calls, hundreds of times."""
     from transformers.utils.logging import disable_progress_bar
 
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", handlers=[_BesideBar()])
     if not is_main_process:
         disable_progress_bar()  # of loading weights
     logging.getLogger("easy_context").setLevel(logging.INFO if is_main_process else logging.WARNING)

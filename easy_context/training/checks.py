@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import name_flags
+from ..common.errors import first_line, name_flags
 from ..model.config import is_rope_base, load_config, model_problems, problems_of, set_rope_theta
 from .arguments import Arguments
 from .refusal import end_run
@@ -41,7 +41,7 @@ def find_problems(args: Arguments, world_size: int) -> tuple[list[str], Any, Any
     Returns:
         All problems, and the rows of --dataset and --eval-dataset (None without one, or if they cannot be used).
     """
-    problems = _output_problems(args) + _tracker_problems(args)
+    problems = _output_problems(args) + _resume_problems(args.resume) + _tracker_problems(args)
     config, problem = _checkpoint(args.model)
     problems += problem + flag_problems(args, config, world_size)
     rows, problem = _load_rows("--dataset", args.dataset, args, config)
@@ -127,13 +127,10 @@ def _optimizer_problems(args: Arguments, here: bool) -> list[str]:
 
 def _output_problems(args: Arguments) -> list[str]:
     from ..common.files import nearest_existing, probe_folder
-    from .checkpoints.files import MANIFEST
     from .saving import is_finished
 
     if not args.output_dir.strip():
         return ["--output-dir is empty: name a folder"]
-    if args.resume not in ("auto", "none") and not (Path(args.resume) / MANIFEST).is_file():
-        return [f"--resume {args.resume} holds no {MANIFEST}: give the folder of a checkpoint, auto or none"]
     output_dir = existing = Path(args.output_dir)
     try:
         existing = nearest_existing(output_dir)  # raises if a name is too long
@@ -144,6 +141,22 @@ def _output_problems(args: Arguments) -> list[str]:
         return [f"--output-dir {args.output_dir} is --model, which training would overwrite: choose another folder"]
     if is_finished(output_dir) and not args.overwrite:
         return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
+    return []
+
+
+def _resume_problems(resume: str) -> list[str]:
+    """Return what is wrong with a checkpoint that --resume names; its checksums are read when it is loaded."""
+    from .checkpoints.files import read_manifest
+
+    if resume in ("auto", "none"):
+        return []
+    remedy = "give the folder of a checkpoint, auto or none"
+    if not resume.strip():
+        return [f"--resume is empty: {remedy}"]
+    try:
+        read_manifest(Path(resume))
+    except (ValueError, OSError) as error:
+        return [f"--resume {resume} cannot be used: {first_line(error)}; {remedy}"]
     return []
 
 

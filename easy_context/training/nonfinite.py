@@ -34,7 +34,7 @@ class NonfiniteSteps:
         Args:
             accelerator: the Accelerator.
             args: `skip_nonfinite` and `dataset` are used.
-            checkpoints: counts the steps that were skipped, also before this run went on.
+            checkpoints: knows the steps that were skipped, also before this run went on.
             rows_of_step: returns where the rows of a step are in the dataset.
         """
         self._accelerator, self._args = accelerator, args
@@ -53,11 +53,12 @@ class NonfiniteSteps:
         rows = self._rows_of_step(step)
         named = ", ".join(map(str, rows[:_MOST_ROWS_NAMED])) + (", ..." if len(rows) > _MOST_ROWS_NAMED else "")
         what = f"step {step}: loss {loss}, gradient norm {norm}, from rows {named} of --dataset {self._args.dataset}"
-        if self._checkpoints.skipped_steps < self._args.skip_nonfinite:
-            self._checkpoints.skipped_steps += 1
-            logger.warning(
-                "\n%s. Skipped: the weights are left as they were (%d of --skip-nonfinite %d)",
-                *(what, self._checkpoints.skipped_steps, self._args.skip_nonfinite),
+        skipped = self._checkpoints.skipped_steps
+        if len(skipped) < self._args.skip_nonfinite:
+            skipped.append(step)
+            logger.info(
+                "%s. Skipped: the weights are left as they were (%d of --skip-nonfinite %d)",
+                *(what, len(skipped), self._args.skip_nonfinite),
             )
             return
         log.write(record)
@@ -77,3 +78,11 @@ class NonfiniteSteps:
         self._accelerator.wait_for_everyone()  # the launcher ends rank 0 as soon as another exits
         self._accelerator.state.destroy_process_group()
         sys.exit(1)
+
+    def sum_up(self) -> None:
+        """Say at the end of the run which steps were skipped, if any."""
+        if skipped := self._checkpoints.skipped_steps:
+            logger.info(
+                "left out because they were not finite: %d of %d steps (%s)",
+                *(len(skipped), self._args.max_train_steps, ", ".join(map(str, skipped))),
+            )

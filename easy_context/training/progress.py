@@ -49,6 +49,12 @@ class StepProgress:
         self._watch.at(f"in step {self._step + 1}, {self._micro_batch}")
         self._show(self._micro_batch)
 
+    def reading(self, steps: Iterable[Any]) -> Iterator[Any]:
+        """Yield the micro-batches of each step; the watch is told that they are read."""
+        for micro_batches in steps:
+            self._watch.at(f"in step {self._step + 1}, its rows read")
+            yield micro_batches
+
     def evaluating(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of an evaluation; the watch is told of each."""
         for number, batch in enumerate(batches, start=1):

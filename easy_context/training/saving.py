@@ -8,12 +8,17 @@ import os
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError
+
+from ..common.errors import first_line
 from ..common.files import first_free, write_whole
 from ..model.tokenizer import load_tokenizer
 from .arguments import Arguments
+from .checkpoints.files import checkpoints_in
 from .refusal import exit_on
 
 _claims: list[IO] = []  # open files, whose locks end with the process
@@ -94,14 +99,23 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
         model: the prepared model.
         output_dir: the folder.
         tokenizer_of: hub name or folder of the model whose tokenizer is saved beside this one, if it has any.
+
+    Raises:
+        SystemExit: the disk is full, or does not take the files for another reason.
     """
     target, partial = Path(output_dir), Path(output_dir) / ".saving-model"
     state_dict = accelerator.get_state_dict(model)  # a collective; None off rank 0 under ZeRO-3
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
-        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
-        if tokenizer_of is not None and (tokenizer := load_tokenizer(tokenizer_of, required=False)):
-            tokenizer.save_pretrained(partial)
+        try:
+            accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
+            if tokenizer_of is not None and (tokenizer := load_tokenizer(tokenizer_of, required=False)):
+                tokenizer.save_pretrained(partial)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            sys.exit(
+                f"\ntrain.py: the model could not be saved in {output_dir} ({first_line(error)}). {_way_on(target)}"
+            )
         _follow_umask(partial)
         (target / MODEL_CONFIG).unlink(missing_ok=True)
         for old in target.iterdir():
@@ -113,6 +127,13 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
             os.replace(path, target / path.name)
         partial.rmdir()
     accelerator.wait_for_everyone()
+
+
+def _way_on(output_dir: Path) -> str:
+    saved = next((path.name for path in checkpoints_in(output_dir).values()), None)
+    if saved is None:
+        return "No checkpoint was saved either: make room, and begin again, with --save-minutes"
+    return f"Make room, and the same command goes on from {saved}"
 
 
 def _follow_umask(folder: Path) -> None:

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from faults import Fault, put_in
 from launching import REPOSITORY, free_port
 from worker_pool import HEAVY_IMPORTS
-
-Fault = tuple[Callable[..., None], tuple]  # a function of the rank and further arguments, called before train.main()
-
 
 # What `accelerate launch --config_file accelerate_configs/cpu.yaml` puts into the environment of each process.
 ZERO_3_OFFLOAD = {
@@ -35,15 +33,23 @@ class ForkedRun:
         processes: by rank.
     """
 
-    def __init__(self, output: Path, processes: int, flags: list[str], fault: Fault | None = None, **variables: str):
-        """Start `train.py FLAGS` on so many processes; what they print goes into the file `output`."""
+    def __init__(self, output: Path, processes: int, flags: list[str], *faults: Fault, **variables: str):
+        """Start `train.py FLAGS` on so many processes.
+
+        Args:
+            output: the file that gets what they print.
+            processes: how many.
+            flags: train.py's.
+            faults: what goes wrong.
+            variables: of the environment.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(HEAVY_IMPORTS)  # without effect if it runs already
         self._output, port = output, free_port()
         output.write_text("")
         self.processes = [
             context.Process(
-                target=_train, args=(rank, processes, port, str(output), flags, fault, variables), daemon=True
+                target=_train, args=(rank, processes, port, str(output), flags, faults, variables), daemon=True
             )
             for rank in range(processes)
         ]
@@ -85,7 +91,7 @@ class ForkedRun:
 
 
 def _train(
-    rank: int, size: int, port: str, output: str, flags: list[str], fault: Fault | None, variables: dict[str, str]
+    rank: int, size: int, port: str, output: str, flags: list[str], faults: tuple[Fault, ...], variables: dict[str, str]
 ) -> None:
     """Be one process of a run."""
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -94,17 +100,18 @@ def _train(
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     os.chdir(REPOSITORY)
     os.environ.update({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | variables)
-    if size > 1 or "ACCELERATE_USE_DEEPSPEED" in variables:  # else as `python train.py`
+    with_deepspeed = "ACCELERATE_USE_DEEPSPEED" in variables
+    if size > 1 or with_deepspeed:  # else as `python train.py`
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        if not with_deepspeed:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # with which Accelerate leaves DeepSpeed out, without a word
     import torch
 
     torch.set_num_threads(1)
     import train
 
     sys.argv = ["train.py", *flags]
-    if fault is not None:
-        function, arguments = fault
-        function(rank, *arguments)
+    put_in(rank, *faults)
     train.main()

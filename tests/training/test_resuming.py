@@ -130,7 +130,7 @@ DAMAGES = {
     "truncated": (truncate, "bytes and should have"),
     "flipped": (flip, "checksum"),
     "without a file": (lambda folder: (folder / "rank-00000.pt").unlink(), "has None bytes"),
-    "without a manifest": (lambda folder: (folder / "manifest.json").unlink(), "cannot be read"),
+    "without a manifest": (lambda folder: (folder / "manifest.json").unlink(), "it holds no manifest.json"),
     "with half a manifest": (lambda folder: (folder / "manifest.json").write_text('{"step": 4'), "cannot be read"),
 }
 
@@ -153,7 +153,15 @@ def test_a_named_checkpoint_must_be_whole(train, cut_off, capsys):
     assert "cannot be used: rank-00000.pt is damaged" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("cut", "--resume", str(cut_off))
-    assert "holds no manifest.json" in capsys.readouterr().err
+    assert "cannot be used: it holds no manifest.json" in capsys.readouterr().err
+    truncate(cut_off / "checkpoint-4")
+    with pytest.raises(SystemExit):
+        train("cut", "--resume", str(cut_off / "checkpoint-4"), "--seed", "-1")
+    said = capsys.readouterr().err
+    assert "rank-00000.pt has" in said and "--seed -1" in said, "among all problems, before anything loads"
+    with pytest.raises(SystemExit):
+        train("cut", "--resume", "")
+    assert "--resume is empty: give the folder of a checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -172,6 +180,24 @@ def test_settings_that_change_the_weights_are_refused(train, cut_off, capsys, fl
     assert said in capsys.readouterr().err
     with pytest.raises(Killed):
         train("cut", *flags, "--resume-anyway", die_at=5)
+
+
+def test_other_rows_in_the_same_place_are_refused(train, cut_off, assets, tmp_path, capsys):
+    """As many, as long, and the first one the same."""
+    import datasets
+
+    moved = shutil.copytree(assets / "rows", tmp_path / "kept")
+    try:
+        rows = datasets.load_from_disk(str(moved))["input_ids"][:]
+        rows[-1][7] += 1
+        shutil.rmtree(assets / "rows")
+        datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(assets / "rows")
+        with pytest.raises(SystemExit):
+            train("cut")
+    finally:
+        shutil.rmtree(assets / "rows")
+        shutil.move(moved, assets / "rows")
+    assert "some_rows was" in capsys.readouterr().err
 
 
 def test_how_the_rows_of_a_step_are_made_up_may_change(train, cut_off):

@@ -55,7 +55,7 @@ class FileWriting(threading.Thread):
                 files = wait_for_files(partial, self._manifest["processes"], self.another_failed)
                 finish(self._folder, self._manifest | {"files": files})
                 remove_old(self._folder, self._keep_last)
-        except Exception as error:  # torch.save gives a RuntimeError when the disk is full
+        except Exception as error:
             self.problem = first_line(error)
         self.seconds = time.monotonic() - began
         self._state = {}  # a copy may take much memory

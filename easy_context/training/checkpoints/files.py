@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import first_line
 from ...common.files import write_whole
 
 MANIFEST = "manifest.json"
@@ -41,7 +42,10 @@ def write_state(folder: Path, process: int, state: dict[str, Any]) -> None:
     import torch
 
     path = folder / file_of(process)
-    torch.save(state, path)
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # whatever the system's reason was
+        raise OSError(f"{path.name} cannot be written, perhaps as the disk is full: {first_line(error)}") from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -128,17 +132,31 @@ def missing_room(folder: Path, size: int) -> str | None:
     return f"it takes {size / 1e9:.3g} GB and the disk has {free / 1e9:.3g} GB left" if free < size else None
 
 
-def damage(folder: Path, manifest: dict[str, Any], process: int, processes: int) -> str | None:
-    """Return what is wrong with a checkpoint's files, None if nothing is.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files are there, with their sizes.
 
-    Every process looks at all sizes; the reading for checksums is shared out between them.
+    Raises:
+        ValueError: what is wrong with it.
     """
-    if manifest["format"] != FORMAT:
-        return f"format {manifest['format']} is not {FORMAT}"
-    for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).exists() else None
-        if size != entry["size"]:
-            return f"{name} has {size} bytes and should have {entry['size']}"
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"its format {manifest['format']} is not {FORMAT}")
+        sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
+        _ = [manifest[key] for key in ("step", "processes", "settings")]
+    except FileNotFoundError:
+        raise ValueError(f"it holds no {MANIFEST}") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its {MANIFEST} cannot be read ({first_line(error)})") from error
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        if found != size:
+            raise ValueError(f"{name} has {found} bytes and should have {size}")
+    return manifest
+
+
+def damage(folder: Path, manifest: dict[str, Any], process: int, processes: int) -> str | None:
+    """Return what the checksums show to be wrong with a checkpoint, None if nothing; the reading is shared out."""
     for name in sorted(manifest["files"])[process::processes]:
         with open(folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:

@@ -1,7 +1,7 @@
 """Going on from a checkpoint: which one is whole, whether it is of the same run, and loading it."""
 
-import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..all_processes import first_problem
 from ..arguments import Arguments
 from ..refusal import exit_on
 from ..saving import MODEL_CONFIG
-from .files import MANIFEST, checkpoints_in, damage, read_states
+from .files import checkpoints_in, damage, read_manifest, read_states
 from .settings import differences
 from .state import TrainingState
 
@@ -51,14 +51,14 @@ def _load_last(accelerator: Any, args: Arguments, settings: dict[str, Any], stat
             _refuse_too_few_steps(folder, manifest["step"], args.max_train_steps)
             try:
                 state.put_back(read_states(folder, manifest["processes"]))
-            except ValueError as error:
-                raise ValueError(f"{folder} cannot be used: {error}") from error
+            except (ValueError, pickle.UnpicklingError) as error:
+                raise ValueError(f"{folder} cannot be used: {first_line(error)}") from error
             logger.info("resumed from %s", folder)
-            return manifest
+            return {"skipped": []} | manifest  # versions that did not say which
         if named:
             raise ValueError(f"--resume {folder} cannot be used: {problem}")
-        logger.warning("%s is left out: %s", folder, problem)
-    return {"step": 0, "skipped_steps": 0}
+        logger.info("%s is left out: %s", folder, problem)
+    return {"step": 0, "skipped": []}
 
 
 def _candidates(accelerator: Any, args: Arguments) -> list[Path]:
@@ -75,11 +75,12 @@ def _candidates(accelerator: Any, args: Arguments) -> list[Path]:
 
 def _inspect(accelerator: Any, folder: Path) -> tuple[str | None, dict[str, Any]]:
     """Return what any process finds wrong with a checkpoint, and its manifest."""
+    manifest = {}
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_manifest(folder)
         problem = damage(folder, manifest, accelerator.process_index, accelerator.num_processes)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        manifest, problem = {}, f"its {MANIFEST} cannot be read ({first_line(error)})"
+    except (OSError, ValueError) as error:
+        problem = first_line(error)
     return first_problem(accelerator, problem), manifest
 
 

@@ -31,7 +31,7 @@ class Checkpoints:
     Attributes:
         stopping: whether a signal has asked the run to save and end; the same on every process.
         saved_step: the last step whose checkpoint is whole; 0 if there is none.
-        skipped_steps: steps that were left out because they were not finite, also before this run went on.
+        skipped_steps: the steps that were left out because they were not finite, also before this run went on.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Checkpoints:
         self._next_save = time.monotonic() + 60 * args.save_minutes if args.save_minutes else float("inf")
         self._writing: FileWriting | None = None
         self.stopping = False
-        self.saved_step, self.skipped_steps = 0, 0
+        self.saved_step = 0
+        self.skipped_steps: list[int] = []
 
     def restore(self) -> int:
         """Go on from the checkpoint that --resume asks for; return the step it was saved after, 0 if there is none.
@@ -63,7 +64,7 @@ class Checkpoints:
         From now on a first SIGTERM or SIGUSR1 asks for a checkpoint and the end of the run.
         """
         manifest = resume(self._accelerator, self._args, self._settings, self._state)
-        self.saved_step, self.skipped_steps = manifest["step"], manifest["skipped_steps"]
+        self.saved_step, self.skipped_steps = manifest["step"], manifest["skipped"]
         self._watch.interrupts.save_first("this step is finished, a checkpoint is saved, and the run ends")
         return self.saved_step
 
@@ -159,7 +160,7 @@ class Checkpoints:
         self._next_save = time.monotonic() + SECONDS_UNTIL_RETRY
         if self._accelerator.is_main_process:
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
-        logger.warning(
+        logger.info(
             "checkpoint of step %d could not be saved (%s); earlier ones are untouched%s",
             *(step, problem),
             "" if self.stopping else f"; training goes on and tries again in {SECONDS_UNTIL_RETRY / 60:.0f} minutes",
@@ -170,7 +171,7 @@ class Checkpoints:
     def _manifest(self, step: int) -> dict[str, Any]:
         return {
             "step": step,
-            "skipped_steps": self.skipped_steps,
+            "skipped": self.skipped_steps,
             "processes": self._accelerator.num_processes,
             "settings": self._settings,
             "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},

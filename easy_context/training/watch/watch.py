@@ -85,7 +85,8 @@ class Watch:
         if self._thread is None:
             return
         if self._size > 1 and error is not None and getattr(error, "code", 1) not in (None, 0):
-            if isinstance(error, SystemExit):  # it has said why
+            if isinstance(error, SystemExit):  # it has said why, or Python would at the very end
+                self._error = f"{error.code}\n" if isinstance(error.code, str) else ""
                 self._failure, self._exit_code = "its message is above", error.code if error.code == 2 else 1
             else:
                 self._error = "".join(traceback.format_exception(kind, error, trace))
@@ -179,13 +180,14 @@ class Watch:
         sys.stdout.flush()
         if self.interrupts.ending:
             time.sleep(_SECONDS_TO_REPORT)  # the signal ends this process
-        own = verdict.rank == self._rank or verdict.unheard
-        print(self._error if own and self._failure else self._last_words(verdict), file=sys.stderr, end="", flush=True)
+        own_error = self._error if self._failure and (verdict.rank == self._rank or verdict.unheard) else ""
+        print(self._last_words(verdict) + own_error, file=sys.stderr, end="", flush=True)
 
     def _last_words(self, verdict: Verdict) -> str:
         """Return why this process ends, on the first one that is left, and in a hang where it stands, on all."""
         first_here = os.environ.get("LOCAL_RANK", "0") == "0" or self._rank == 1
-        speaks = not self._failure and (first_here if verdict.rank == 0 else self._rank == 0)
+        says_why = verdict.unheard or not self._failure
+        speaks = says_why and (first_here if verdict.rank == 0 else self._rank == 0)
         text = f"\nthe run ends: {verdict.reason}\n" if speaks else ""
         if verdict.hang:
             main = threading.main_thread().ident or 0
