@@ -50,6 +50,13 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """Return for each layer how many keys a query sees, its own the last of them; None for a layer without a window."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if each == "sliding_attention" else None for each in types]
+
+
 def rebind(
     model_type: str, name: str, attention: Callable, create_mask: Callable, wrap_loss: Callable
 ) -> Callable[[], None]:
@@ -121,22 +128,8 @@ def refuse_padding_mask(attention_mask: torch.Tensor | None) -> None:
         )
 
 
-def refuse_model_features(config: Any, row_length: int, size: int) -> None:
-    """Raise ValueError for a feature of the model that would be computed wrongly.
-
-    Args:
-        config: of the model.
-        row_length: tokens of the whole row, over all ranks.
-        size: ranks that share it.
-    """
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    uses_window = layer_types is None or "sliding_attention" in layer_types
-    if window is not None and uses_window and window < row_length:
-        raise ValueError(
-            f"sliding_window={window} is shorter than the row of {row_length} tokens and cannot be honoured: set "
-            "config.sliding_window = None to train full attention, or use shorter rows"
-        )
+def refuse_model_features(config: Any, size: int) -> None:
+    """Raise ValueError for a feature of the model that would be computed wrongly where `size` ranks share a row."""
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if size > 1 and rope_type in ("dynamic", "longrope"):
         raise ValueError(

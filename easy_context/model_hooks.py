@@ -32,23 +32,28 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     documents: Documents | None = None,
+    sliding_window: int | None = None,
     collect: Callable | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hugging Face's interface: query `[batch, heads, shard, head_dim]` to out `[batch, shard, heads, head_dim]`.
 
     A model passes keyword arguments that it does not know on to every layer, also when a layer is run again in
-    backward. So `documents`, which `prepare_seq_parallel_inputs` makes of whole rows, arrives here. `collect`, of
+    backward. So `documents`, which `prepare_seq_parallel_inputs` makes of whole rows, arrives here. A layer that has a
+    `sliding_window` gives it: a query sees so many keys, its own the last of them. `collect`, of
     `memory.tiled_forward`, takes a tile's tensors, and a function that will compute attention of the whole shard.
     """
     if collect is not None:
         given: dict[str, Any] = {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-        attention = functools.partial(attention_function, module, documents=documents, **given, **options)
+        given |= {"sliding_window": sliding_window, "documents": documents}
+        attention = functools.partial(attention_function, module, **given, **options)
         return collect(query, key, value, attention), None
     patch = current_patch()
     query, key, value = (x.to(autocast_dtype(x)) for x in (query, key, value))
     if documents is not None and documents.is_single:
         documents = None  # each row is one document: nothing is to be kept apart
+    row_length = query.shape[2] * patch.mode.ranks.size
+    window = sliding_window if sliding_window is not None and sliding_window < row_length else None
 
     def select_kernel() -> AttentionKernel:
         what = query.device, query.dtype, query.shape[-1]
@@ -60,15 +65,17 @@ def attention_function(
         if query.shape[2] != key.shape[2]:
             raise ValueError(f"{key.shape[2]} keys for {query.shape[2]} queries: a key-value cache cannot be honoured")
         select_kernel()
+        patch.mode.check_window(window)
         return {
             "queries": tuple(query.shape),
             "keys": tuple(key.shape),
             "dtype": query.dtype,
+            "window": window,
             "checksum of documents": documents and documents.checksum,
         }
 
     def check_first_layer() -> dict[str, Any]:
-        _check_documents(documents, query.shape[0], query.shape[2] * patch.mode.ranks.size)
+        _check_documents(documents, query.shape[0], row_length)
         if (position_ids := options.get("position_ids")) is not None:
             _check_positions(position_ids, patch.mode, documents)
         return check()
@@ -85,7 +92,7 @@ def attention_function(
         mode=patch.mode,
         kernel=select_kernel(),
         scale=head_dim**-0.5 if scaling is None else scaling,
-        mask=AttentionMask(documents=documents),
+        mask=AttentionMask(window=window, documents=documents),
     )
     out = sequence_parallel_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), settings)
     return out, None
@@ -102,7 +109,7 @@ def create_mask(
     def check() -> dict[str, Any]:
         huggingface.refuse_cache(options.get("cache", options.get("past_key_values")), tokens)
         huggingface.refuse_padding_mask(attention_mask)
-        huggingface.refuse_model_features(config, tokens * ranks.size, ranks.size)
+        huggingface.refuse_model_features(config, ranks.size)
         _check_lengths(tokens, options.get("position_ids"), patch.mode)
         return {"batch size": batch, "tokens of the shard": tokens, "dtype": inputs_embeds.dtype}
 

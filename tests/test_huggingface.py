@@ -6,7 +6,13 @@ import pytest
 import torch
 from family_models import patched
 
-from easy_context.huggingface import head_dim, modeling_module, refuse_layer_features, refuse_model_features
+from easy_context.huggingface import (
+    head_dim,
+    layer_windows,
+    modeling_module,
+    refuse_layer_features,
+    refuse_model_features,
+)
 
 
 def test_a_heads_width_is_the_configs_own_or_follows_from_the_hidden_size():
@@ -32,20 +38,20 @@ def test_a_layer_that_is_not_causal_is_refused():
 
 def test_a_config_without_window_and_rope_settings_is_accepted():
     """Configs of older versions lack both."""
-    refuse_model_features(SimpleNamespace(), 1000, 4)
-    refuse_model_features(SimpleNamespace(rope_parameters=None, sliding_window=None), 1000, 4)
-    refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "yarn"}), 1000, 4)
-    refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "dynamic"}), 1000, 1)
+    refuse_model_features(SimpleNamespace(), 4)
+    refuse_model_features(SimpleNamespace(rope_parameters=None, sliding_window=None), 4)
+    refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "yarn"}), 4)
+    refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "dynamic"}), 1)
     with pytest.raises(ValueError, match="'dynamic'.* 2 ranks"):
-        refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "dynamic"}), 1000, 2)
+        refuse_model_features(SimpleNamespace(rope_parameters={"rope_type": "dynamic"}), 2)
 
 
-def test_a_window_is_compared_with_the_whole_row():
+def test_which_layers_have_a_window():
     """A config that names no layer types has its window in every layer."""
-    refuse_model_features(SimpleNamespace(sliding_window=100), 100, 2)
-    with pytest.raises(ValueError, match="sliding_window=100 is shorter than the row of 101 tokens"):
-        refuse_model_features(SimpleNamespace(sliding_window=100), 101, 2)
-    refuse_model_features(SimpleNamespace(sliding_window=100, layer_types=["full_attention"]), 101, 2)
+    assert layer_windows(SimpleNamespace(num_hidden_layers=2)) == [None, None]
+    assert layer_windows(SimpleNamespace(num_hidden_layers=2, sliding_window=9)) == [9, 9]
+    types = ["full_attention", "sliding_attention"]
+    assert layer_windows(SimpleNamespace(num_hidden_layers=2, sliding_window=9, layer_types=types)) == [None, 9]
 
 
 def test_keys_of_another_number_than_queries_are_refused_by_the_layer_itself():

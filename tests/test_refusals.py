@@ -55,23 +55,6 @@ def test_a_group_size_with_data_parallel_is_refused():
         easy_context.apply_seq_parallel_monkey_patch("data_parallel", sequence_parallel_size=2)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_sliding_window_shorter_than_the_row_is_refused(family):
-    settings = {} if family == "mistral" else {"use_sliding_window": True, "max_window_layers": 1}
-    short = family_model(family, sliding_window=LENGTH - 1, **settings)
-    exact = family_model(family, sliding_window=LENGTH, **settings)
-    with patched("zigzag_ring_attn", family):
-        with pytest.raises(ValueError, match=f"sliding_window={LENGTH - 1}.*{LENGTH} tokens"):
-            run_forward(short)
-        run_forward(exact)
-
-
-def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
-    model = family_model("qwen2", sliding_window=4, use_sliding_window=False)
-    with patched("zigzag_ring_attn", "qwen2"):
-        run_forward(model)
-
-
 def test_a_soft_cap_is_refused():
     with patched("zigzag_ring_attn"), pytest.raises(ValueError, match="softcap=30"):
         run_forward(family_model("llama"), softcap=30.0)
@@ -186,9 +169,6 @@ def refused_models(rank: int, world_size: int) -> dict[str, str]:
             rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0, **settings}
             model = family_model("llama", rope_parameters=rope)
             messages[rope_type] = message_of(lambda: model(**own_shard("zigzag_ring_attn", rank, world_size)))  # noqa: B023
-    with patched("zigzag_ring_attn", "mistral"):
-        model = family_model("mistral", sliding_window=16)  # longer than a shard, shorter than the row
-        messages["window"] = message_of(lambda: model(**own_shard("zigzag_ring_attn", rank, world_size)))
     with patched("ulysses_attn"):
         model = family_model("llama", heads=3, kv_heads=3)
         messages["heads"] = message_of(lambda: model(**own_shard("ulysses_attn", rank, world_size)))
@@ -360,7 +340,6 @@ def test_models_that_only_one_process_can_run_are_refused_on_every_rank(pool):
     expected = {
         "dynamic": "rope_type 'dynamic'",
         "longrope": "rope_type 'longrope'",
-        "window": "sliding_window=16 is shorter than the row of 24 tokens",
         "heads": "zigzag_ring_attn or dist_flash_attn",
         "group size": "sequence_parallel_size 3",
     }

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from . import documents
+from . import documents, windows
 from .mask import AttentionMask
 from .splitting import parts_within
 
@@ -19,7 +19,6 @@ class AttentionKernel(ABC):
     """
 
     name: str
-    supports_window = False
     takes_documents = False  # whether it has `_forward_packed` and `_backward_packed`; else it gets one after the other
     # Why this kernel should not be chosen for documents, whose lengths are all different; None if it can be.
     unfit_for_documents: str | None = None
@@ -64,13 +63,16 @@ class AttentionKernel(ABC):
             out in q's dtype, and lse. A query that sees no key has out 0 and lse -inf.
 
         Raises:
-            ValueError: a causal mask with unequal lengths, documents of another batch, or a window that this kernel
-                cannot honour.
+            ValueError: a causal mask with unequal lengths, a window without a causal mask, or documents of another
+                batch.
         """
         q, k, v = _dense_vectors(q, k, v)
+        mask = _cut_window(q, k, mask)
+        if mask.tiles is not None:
+            return windows.forward(self, q, k, v, scale, mask.tiles)
         if mask.documents is not None:
             return documents.forward(self, q, k, v, scale, mask)
-        self._check(q, k, mask)
+        _check_lengths(q, k, mask)
         if k.shape[1] == 0:
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=lse_dtype, device=q.device)
@@ -94,9 +96,12 @@ class AttentionKernel(ABC):
         gives its share of the gradients of the whole attention.
         """
         dout, q, k, v, out = _dense_vectors(dout, q, k, v, out)
+        mask = _cut_window(q, k, mask)
+        if mask.tiles is not None:
+            return windows.backward(self, dout, q, k, v, out, lse, scale, mask.tiles)
         if mask.documents is not None:
             return documents.backward(self, dout, q, k, v, out, lse, scale, mask)
-        self._check(q, k, mask)
+        _check_lengths(q, k, mask)
         if k.shape[1] == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         return self._backward_in_parts(dout, q, k, v, out, lse, scale, mask)
@@ -161,14 +166,25 @@ class AttentionKernel(ABC):
         """Copy those views whose elements lie too far apart in a larger tensor: heads of long rows, halves of many."""
         return tuple(x if _extent(x) <= self.max_elements else x.contiguous() for x in tensors)
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
-        if mask.causal and q.shape[1] != k.shape[1]:
-            raise ValueError(
-                f"a causal block needs as many keys as queries, got {k.shape[1]} and {q.shape[1]}: "
-                "backends align unequal lengths differently"
-            )
-        if mask.window is not None and not self.supports_window:
-            raise ValueError(f"attention kernel {self.name!r} cannot honour window={mask.window}; use 'reference'")
+
+def _cut_window(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> AttentionMask:
+    """Return the mask of a whole row with its window cut into tiles; no backend is given a window."""
+    if mask.window is None:
+        return mask
+    if not mask.causal:
+        raise ValueError(f"window={mask.window} asks for a causal mask")
+    _check_lengths(q, k, mask)
+    if mask.documents is not None:
+        mask.documents.check(q, k)
+    return mask.among((range(q.shape[1]),))
+
+
+def _check_lengths(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> None:
+    if mask.causal and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"a causal block needs as many keys as queries, got {k.shape[1]} and {q.shape[1]}: "
+            "backends align unequal lengths differently"
+        )
 
 
 def _extent(tensor: torch.Tensor) -> int:

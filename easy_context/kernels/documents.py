@@ -100,6 +100,15 @@ class Documents:
         )
         return queries, keys, self.among((queries,), (keys,))
 
+    def check(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Raise ValueError unless these are the documents of a block with such queries and keys."""
+        for what, tensor, rows in (("queries", q, self.queries), ("keys", k, self.keys)):
+            if len(rows) != tensor.shape[0] or any(borders[-1] != tensor.shape[1] for borders in rows):
+                raise ValueError(
+                    f"documents are given for {len(rows)} rows of {rows[0][-1]} {what}, but there are "
+                    f"{tensor.shape[0]} rows of {tensor.shape[1]}"
+                )
+
     @property
     def is_single(self) -> bool:
         """Whether all queries and keys of each row are of one document, so that nothing is to be kept apart."""
@@ -153,7 +162,9 @@ def forward(
     kernel: "AttentionKernel", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a block whose mask has documents; arguments and results as of `AttentionKernel.forward`."""
-    documents = _documents(q, k, mask)
+    documents = mask.documents
+    assert documents is not None
+    documents.check(q, k)
     if _in_one_call(kernel, mask):
         joined_q, joined_k, joined_v = (x.flatten(0, 1)[None] for x in (q, k, v))
         joined = replace(mask, documents=documents.joined)
@@ -183,7 +194,9 @@ def backward(
     mask: AttentionMask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients through a block whose mask has documents; see `AttentionKernel.backward`."""
-    documents = _documents(q, k, mask)
+    documents = mask.documents
+    assert documents is not None
+    documents.check(q, k)
     if _in_one_call(kernel, mask):
         joined_dout, joined_q, joined_k, joined_v, joined_out = (x.flatten(0, 1)[None] for x in (dout, q, k, v, out))
         joined_lse = lse.transpose(0, 1).flatten(1)[None].contiguous()
@@ -204,19 +217,6 @@ def backward(
     return dq, dk, dv
 
 
-def _documents(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> Documents:
-    """Return the documents of a mask, if they are those of a block with these queries and keys."""
-    documents = mask.documents
-    assert documents is not None
-    for what, tensor, rows in (("queries", q, documents.queries), ("keys", k, documents.keys)):
-        if len(rows) != tensor.shape[0] or any(borders[-1] != tensor.shape[1] for borders in rows):
-            raise ValueError(
-                f"documents are given for {len(rows)} rows of {rows[0][-1]} {what}, but there are {tensor.shape[0]} "
-                f"rows of {tensor.shape[1]}"
-            )
-    return documents
-
-
 def _in_one_call(kernel: "AttentionKernel", mask: AttentionMask) -> bool:
     """Return whether the kernel takes all documents of a block at once."""
-    return kernel.takes_documents and mask.causal and mask.window is None
+    return kernel.takes_documents and mask.causal

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
+from .tiles import Ranges, Tile, window_tiles
+
 if TYPE_CHECKING:
     from .documents import Documents
-
-Ranges = tuple[range, ...]  # places in the row of the tokens that a rank holds, in their order
 
 
 @dataclass(frozen=True)
@@ -15,16 +15,26 @@ class AttentionMask:
 
     Attributes:
         causal: query i sees keys 0..i; asks for as many keys as queries.
-        window: if given, query i sees only the last `window` keys up to and including key i.
+        window: if given, query i of a causal row sees only the last `window` keys up to and including key i.
         documents: if given, a query sees keys of its own document only.
+        tiles: of a block that a window, perhaps within documents, has been cut into: these pairs and no other.
     """
 
     causal: bool = True
     window: int | None = None
     documents: Optional["Documents"] = None
+    tiles: tuple[Tile, ...] | None = None
+
+    @property
+    def leaves_out_keys(self) -> bool:
+        """Whether ranks need only some of each other's keys."""
+        return self.window is not None or self.documents is not None
 
     def among(self, tokens: Ranges) -> "AttentionMask":
         """Return the mask among those tokens of the row that one rank holds."""
+        if self.window is not None:
+            tiles, length = window_tiles(self.window, self.documents, tokens, tokens), sum(map(len, tokens))
+            return _tiled(tiles, length, length)
         return self if self.documents is None else self._within(self.documents.among(tokens, tokens))
 
     def block(self, queries: Ranges, keys: Ranges, first: int = 0) -> Optional["Block"]:
@@ -39,8 +49,10 @@ class AttentionMask:
             first: how many tokens of the first rank come before these queries.
 
         Returns:
-            The part of the block that the documents leave, or None if they leave nothing.
+            The part of the block that window and documents leave, or None if they leave nothing.
         """
+        if self.window is not None:
+            return _cut(window_tiles(self.window, self.documents, queries, keys), first)
         shown = tuple(part for part in keys if part.start < queries[-1].start)
         seeing = tuple(part for part in queries if part.start > keys[0].start)
         first += sum(map(len, queries)) - sum(map(len, seeing))  # those that see nothing come first
@@ -74,3 +86,22 @@ class Block:
     queries: slice
     keys: slice
     mask: AttentionMask
+
+
+def _cut(tiles: tuple[Tile, ...], first: int) -> Block | None:
+    """Return the part of a block that has tiles, whose first query is that of number `first`; None if there is none."""
+    if not tiles:
+        return None
+    queries = slice(min(tile.queries.start for tile in tiles), max(tile.queries.stop for tile in tiles))
+    keys = slice(min(tile.keys.start for tile in tiles), max(tile.keys.stop for tile in tiles))
+    tiles = tuple(tile.moved(queries.start, keys.start) for tile in tiles)
+    mask = _tiled(tiles, queries.stop - queries.start, keys.stop - keys.start)
+    return Block(slice(first + queries.start, first + queries.stop), keys, mask)
+
+
+def _tiled(tiles: tuple[Tile, ...], queries: int, keys: int) -> AttentionMask:
+    """Return the mask of a block of these tiles, which is a plain one if a single tile fills the block."""
+    whole = slice(0, queries), slice(0, keys)
+    if tiles == (Tile(None, *whole, "causal"),):
+        return AttentionMask()
+    return FULL if tiles == (Tile(None, *whole, "full"),) else AttentionMask(causal=False, tiles=tiles)

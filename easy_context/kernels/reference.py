@@ -10,7 +10,6 @@ class ReferenceKernel(AttentionKernel):
     """Memory grows with seq_q x seq_k. Computes in float32, or float64 for float64 inputs."""
 
     name = "reference"
-    supports_window = True
 
     def unsupported_reason(self, device, dtype, head_dim):
         return None if dtype.is_floating_point else f"it needs floating-point inputs, not {dtype}"
@@ -45,6 +44,4 @@ class ReferenceKernel(AttentionKernel):
         distance = torch.arange(q.shape[1], device=q.device)[:, None] - torch.arange(k.shape[1], device=q.device)
         if mask.causal:
             scores = scores.masked_fill(distance < 0, -torch.inf)
-        if mask.window is not None:
-            scores = scores.masked_fill(distance >= mask.window, -torch.inf)
         return scores

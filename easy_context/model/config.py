@@ -103,13 +103,17 @@ def model_problems(
         ring_degree: processes in a ring of usp_attn; None for the mode's choice.
         documents: rows are packed, and their documents kept apart.
     """
-    from ..huggingface import head_dim, modeling_module, refuse_model_features
+    from ..huggingface import head_dim, layer_windows, modeling_module, refuse_model_features
     from ..mesh import Mesh
     from ..modes import build_mode, find_mode
 
     def check_split() -> None:
         rings = find_mode(mode).ring_degree(ring_degree, size, config.num_attention_heads)
         build_mode(mode, Mesh(sequence_size=size, ring_degree=rings)).check(config, seq_length)
+
+    def check_window() -> None:
+        windows = [window for window in layer_windows(config) if window is not None and window < seq_length]
+        find_mode(mode, engine).check_window(min(windows, default=None))
 
     def check_attention() -> None:
         if device is None:
@@ -125,7 +129,8 @@ def model_problems(
         return
     checks = [
         check_split,
-        lambda: refuse_model_features(config, seq_length, size),
+        lambda: refuse_model_features(config, size),
+        check_window,
         check_attention,
     ]
     yield from problems_of(name, checks)

@@ -81,6 +81,10 @@ class ParallelMode:
         check_kernel(name, device, dtype, head_dim, documents)
 
     @classmethod
+    def check_window(cls, window: int | None) -> None:
+        """Raise ValueError if this mode's engine cannot keep attention to the last `window` keys; None: to all."""
+
+    @classmethod
     def select_kernel(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool = False
     ) -> AttentionKernel:
@@ -144,7 +148,7 @@ class ParallelMode:
             q: `[batch, seq / size, heads, head_dim]`, this rank's shard.
             k: `[batch, seq / size, kv_heads, head_dim]`, this rank's shard; v likewise.
             scale: what scores are multiplied by.
-            mask: of the whole row; a split row honours only a causal one, perhaps within documents.
+            mask: of the whole row; a split row honours only a causal one, perhaps with a window or within documents.
             kernel: computes one block.
 
         Returns:
@@ -156,11 +160,8 @@ class ParallelMode:
         if self._is_local:
             out, lse = kernel.forward(q, k, v, scale, mask)
             return out, (lse,)
-        if not mask.causal or mask.window is not None:  # blocks of other ranks know no distances
-            raise ValueError(
-                f"{self.name} splits the row and honours only causal masks without a window, got {mask}; use "
-                "data_parallel"
-            )
+        if not mask.causal:
+            raise ValueError(f"{self.name} splits the row and honours only causal masks, got {mask}; use data_parallel")
         return self._forward(q, k, v, scale, mask, kernel)
 
     def backward(

@@ -28,7 +28,7 @@ class Step:
         target: the rank that gets our keys, or our queries if it is our helper.
         is_owner: we compute for our own queries, on received keys; else we help `source`, on our own keys.
         has_helper: `target` computes for our queries.
-        block: what we compute; None if documents leave nothing.
+        block: what we compute; None if window and documents leave nothing.
         target_block: what `target` computes.
     """
 

@@ -34,6 +34,14 @@ class LibraryMode(ParallelMode):
         # Not by name: what is found under flash-attn's names may be a stand-in, which also serves without CUDA.
         return FlashAttnKernel()
 
+    @classmethod
+    def check_window(cls, window):
+        if window is not None:
+            raise ValueError(
+                f"sliding_window={window} is shorter than the row, and attn_engine library attends to all of it: use "
+                "attn_engine easy_context, or set config.sliding_window = None to train full attention"
+            )
+
     @staticmethod
     def _refuse_documents(documents):
         if documents:

@@ -89,13 +89,13 @@ class ZigzagRingAttention(ParallelMode):
     ) -> tuple[torch.Tensor, Exchange]:
         """Post what brings the keys and values of `step`.
 
-        In the ring `kv`, those of the step before, go on to the next rank. Documents leave few keys that another rank
-        needs: these go straight to it.
+        In the ring `kv`, those of the step before, go on to the next rank. A window or documents leave few keys that
+        another rank needs: these go straight to it.
 
         Returns:
             the buffer that receives (empty if nothing comes), and the started exchange to wait for.
         """
-        if mask.documents is None:
+        if not mask.leaves_out_keys:
             return ring_exchange(kv, self.group)
         rank, size, tokens = self.ranks.rank, self.ranks.size, k.shape[1]
         exchange, received = Exchange(self.group), kv.new_empty(0)
@@ -108,7 +108,7 @@ class ZigzagRingAttention(ParallelMode):
     @staticmethod
     def _keys_of(block: Block, kv: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
         """Return the keys and values of a block out of what arrived for its step."""
-        return kv if mask.documents is not None else kv[:, :, block.keys]
+        return kv if mask.leaves_out_keys else kv[:, :, block.keys]
 
     def _send_home(
         self, block_dkv: list[torch.Tensor] | None, k: torch.Tensor, step: int, mask: AttentionMask

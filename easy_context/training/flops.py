@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..huggingface import head_dim
+from ..huggingface import head_dim, layer_windows
 
 # Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
 PEAK_FLOPS = {
@@ -30,7 +30,7 @@ def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
     """Return the model FLOPs to train on one token, forward and backward, without recomputation.
 
     Each weight that multiplies counts six. Attention is causal, so that a query meets half of the row's keys on average
-    (the convention of arXiv 2204.02311, appendix B, with the causal half).
+    (the convention of arXiv 2204.02311, appendix B, with the causal half), and in a layer with a window no other keys.
 
     Args:
         config: of the model.
@@ -39,8 +39,14 @@ def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
             attention stays within documents.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim(config) * seq_length
-    return 6 * (parameters - embedding) + attention
+    keys = sum(mean_keys(seq_length, window) for window in layer_windows(config))
+    return 6 * (parameters - embedding) + 12 * config.num_attention_heads * head_dim(config) * keys
+
+
+def mean_keys(seq_length: float, window: int | None) -> float:
+    """Return how many keys a query of a row meets on average; a window leaves out the triangle of those too early."""
+    beyond = 0 if window is None else max(seq_length - window, 0)
+    return (seq_length**2 - beyond**2) / (2 * seq_length)
 
 
 def count_parameters(model: torch.nn.Module) -> int:

@@ -31,18 +31,18 @@ def _starts(rng: random.Random, length: int, edges: int) -> tuple[int, ...]:
     return tuple(sorted(place for place in places if 0 <= place < length))
 
 
-def packed_mask(starts: Starts, length: int) -> AttentionMask:
-    return AttentionMask(documents=Documents.of_rows(starts, length))
+def packed_mask(starts: Starts, length: int, window: int | None = None) -> AttentionMask:
+    return AttentionMask(window=window, documents=Documents.of_rows(starts, length))
 
 
-def documents_apart(q, k, v, dout, scale: float, starts: Starts) -> Attention:
-    """Forward and backward of plain causal attention in float64, one document after the other."""
+def documents_apart(q, k, v, dout, scale: float, starts: Starts, window: int | None = None) -> Attention:
+    """Plain causal attention, forward and backward, in float64, one document after the other, perhaps with a window."""
     rows = []
     for row, places in enumerate(starts):
         parts = []
         for start, end in zip(places, [*places[1:], q.shape[1]], strict=True):
             document = (x[row : row + 1, start:end] for x in (q, k, v, dout))
-            parts.append(attention_with_gradients(*document, scale))
+            parts.append(attention_with_gradients(*document, scale, window=window))
         rows.append({name: torch.cat([getattr(part, name) for part in parts], dim) for name, dim in _DIMENSIONS})
     return Attention(**{name: torch.cat([row[name] for row in rows]) for name, _ in _DIMENSIONS})
 

@@ -19,13 +19,16 @@ class Attention:
     dv: torch.Tensor
 
 
-def plain_attention(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_attention(
+    q, k, v, scale: float, causal: bool, window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention one head at a time; query head h reads key head h // (heads / kv_heads).
 
     Args:
         q: `[batch, seq_q, heads, dim]`. k, v: `[batch, seq_k, kv_heads, dim]`.
         scale: factor on the scores.
         causal: query i sees keys 0..i; needs seq_q == seq_k.
+        window: query i of a causal row sees keys i - window + 1..i only.
 
     Returns:
         out `[batch, seq_q, heads, dim]` and lse `[batch, heads, seq_q]`.
@@ -39,16 +42,18 @@ def plain_attention(q, k, v, scale: float, causal: bool) -> tuple[torch.Tensor, 
             assert q.shape[1] == k.shape[1]
             future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
+            if window is not None:
+                scores = scores.masked_fill(torch.ones_like(future).tril(-window), float("-inf"))
         lse = scores.logsumexp(dim=-1)
         outs.append(torch.bmm((scores - lse[..., None]).exp(), value))
         lses.append(lse)
     return torch.stack(outs, dim=2), torch.stack(lses, dim=1)
 
 
-def attention_with_gradients(q, k, v, dout, scale: float, causal: bool = True) -> Attention:
+def attention_with_gradients(q, k, v, dout, scale: float, causal: bool = True, window: int | None = None) -> Attention:
     """Forward and backward of `plain_attention` in float64, whatever the dtype of the inputs."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, lse = plain_attention(*leaves, scale, causal)
+    out, lse = plain_attention(*leaves, scale, causal, window)
     gradients = torch.autograd.grad(out, leaves, dout.double())
     return Attention(out.detach(), lse.detach(), *gradients)
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from plain_attention import attention_with_gradients, merge, plain_attention, random_inputs, relative_error
+from plain_attention import attention_with_gradients, merge, random_inputs, relative_error
 
 from easy_context.kernels import KERNELS, AttentionMask, _kernel, check_kernel, select_kernel
 
@@ -166,36 +166,6 @@ def test_mask_is_a_small_frozen_value():
     assert hash(AttentionMask()) == hash(AttentionMask())
     with pytest.raises(AttributeError):
         AttentionMask().causal = False
-
-
-@cpu_kernels
-def test_a_window_is_honoured_or_refused(name):
-    kernel = select_kernel(name, torch.device("cpu"), torch.float32, 16)
-    q, k, v, _ = random_inputs(17, 1, 12, 12, 2, 2, 16)
-    try:
-        out, _ = kernel.forward(q, k, v, 0.25, AttentionMask(causal=True, window=3))
-    except (ValueError, NotImplementedError) as error:
-        assert "window" in str(error)
-    else:
-        unwindowed, _ = plain_attention(q, k, v, 0.25, causal=True)
-        assert relative_error(out, unwindowed) > 0.01
-
-
-def test_a_window_hides_the_keys_behind_it():
-    """The reference kernel, with gradients, against attention over each query's own keys."""
-    kernel = select_kernel("reference", torch.device("cpu"), torch.float64, 16)
-    q, k, v, dout = random_inputs(18, 1, 12, 12, 4, 2, 16, torch.float64)
-    out, lse, *gradients = run_kernel(kernel, q, k, v, dout, 0.25, AttentionMask(causal=True, window=3))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    rows = []
-    for i in range(12):
-        seen = slice(max(0, i - 2), i + 1)
-        rows.append(plain_attention(leaves[0][:, i : i + 1], leaves[1][:, seen], leaves[2][:, seen], 0.25, False))
-    expected = torch.cat([row for row, _ in rows], dim=1)
-    assert relative_error(out, expected.detach()) < 1e-12
-    assert relative_error(lse, torch.cat([row for _, row in rows], dim=2).detach()) < 1e-12
-    for actual, right in zip(gradients, torch.autograd.grad(expected, leaves, dout), strict=True):
-        assert relative_error(actual, right) < 1e-12
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -158,14 +158,23 @@ def test_all_that_a_model_cannot_do_is_listed_and_the_config_left_alone():
     config = MistralConfig(
         **{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, head_dim=16, sliding_window=32
     )
+    config.rope_parameters["rope_type"] = "dynamic"
     before = config.to_dict()
-    heads, window, kernel = problems(config, kernel="cudnn")
+    heads, rope, kernel = problems(config, kernel="cudnn")
     assert heads.startswith("--parallel_mode ulysses_attn cannot split 3 query heads")
-    assert window.startswith("--model name: sliding_window=32 is shorter than the row of 64 tokens")
+    assert rope.startswith("--model name: rope_type 'dynamic' looks at the longest position")
     assert kernel.startswith("--attn-kernel cudnn cannot be used here")
     assert config.to_dict() == before
-    assert problems(config) == [heads, window]
-    assert problems(config, size=3, seq_length=30) == []
+    assert problems(config) == [heads, rope]
+    config.rope_parameters["rope_type"] = "default"
+    assert problems(config, size=3) == []
+
+
+def test_a_window_is_refused_where_a_library_computes_attention():
+    config = MistralConfig(**SMALL, sliding_window=32)
+    assert problems(config, engine="library", device=None, seq_length=32) == []
+    (window,) = problems(config, engine="library", device=None, seq_length=33)
+    assert "sliding_window=32" in window and "--attn-engine easy_context" in window
 
 
 def test_another_family_is_the_only_problem_named():

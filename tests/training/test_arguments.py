@@ -8,7 +8,7 @@ import pytest
 import torch
 from launching import REPOSITORY
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from easy_context.training import arguments
 from easy_context.training import checks as argument_checks
@@ -50,7 +50,6 @@ def assets(tmp_path_factory) -> Path:
         "longrope": LlamaConfig(**small, rope_parameters=longrope),
         "yarn": LlamaConfig(**small, rope_parameters=yarn),
         "dropout": LlamaConfig(**small, attention_dropout=0.1),
-        "window": MistralConfig(**small, sliding_window=16),
         "unused-window": Qwen2Config(**small, use_sliding_window=False, sliding_window=16),
     }
     for name, config in configs.items():
@@ -186,7 +185,6 @@ def test_the_originals_flags_and_defaults_parse():
         (["--model", "{0}/rows"], ["--model", "holds no config.json"]),
         (["--model", "{0}/no-such-type"], ["--model", "no-such-type", "hub name or a model's folder"]),
         (["--model", "{0}/gpt2"], ["--model", "gpt2", "llama, mistral, qwen2, qwen3"]),
-        (["--model", "{0}/window"], ["sliding_window=16", "32 tokens", "sliding_window = None"]),
         (["--model", "{0}/dropout"], ["attention dropout 0.1", "attention_dropout to 0"]),
         (["--dataset", "{0}/nothing"], ["--dataset", "no such file or folder"]),
         (["--dataset", "{0}/empty"], ["--dataset", "no rows"]),

@@ -54,6 +54,21 @@ def test_flops_are_those_that_pytorch_counts(tied, heads, head_dim):
     assert flops_per_token(model.config, count_parameters(model), length) == pytest.approx(expected, rel=0.01)
 
 
+def test_flops_of_attention_are_those_in_the_window():
+    """As many as of pairs counted one by one; every second layer has a window."""
+    types = ["sliding_attention", "full_attention"]
+    settings = {"num_hidden_layers": 2, "num_attention_heads": 3, "head_dim": 8, "tie_word_embeddings": True}
+    length, window = 4000, 300
+    config = SimpleNamespace(**settings, sliding_window=window, layer_types=types)
+    pairs = sum(min(place + 1, window) for place in range(length)) + length * (length + 1) / 2
+    assert flops_per_token(config, 0, length) == pytest.approx(12 * 3 * 8 * pairs / length, rel=1e-3)
+    config.sliding_window = length
+    full = flops_per_token(config, 0, length)
+    assert full == pytest.approx(12 * 3 * 8 * (length + 1), rel=1e-3)
+    config.sliding_window = None
+    assert flops_per_token(config, 0, length) == full
+
+
 def test_parameters_are_counted_whole_under_zero3():
     model = tiny_llama()
     whole = sum(p.numel() for p in model.parameters())
