@@ -66,8 +66,8 @@ def probe_folder(folder: Path) -> None:
 
 def check_writable(path: Path, flag: str) -> None:
     """Raise ValueError naming the flag unless `path` can be written; leaves no trace, whatever is there already."""
-    folder = nearest_existing(path.parent)
     try:
+        folder = nearest_existing(path.parent)  # raises if a name is too long
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         if path.exists():

@@ -30,7 +30,7 @@ def load_config(name: str) -> Any:
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"--model {name} holds no config.json: give the folder of a saved model, or a hub name")
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it may ask, and wait
     except Exception as error:  # a damaged config raises what its reader chose
         raise ValueError(
             f"--model {name} has no config that loads ({first_line(error)}): give a hub name or a model's folder"

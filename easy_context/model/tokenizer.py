@@ -23,7 +23,7 @@ def load_tokenizer(name: str, flag: str = "--model", required: bool = True) -> A
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it may ask, and wait
     except Exception as error:  # a damaged file raises what its reader chose
         reason = first_line(error)
         if required:

@@ -5,6 +5,7 @@ import copy
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -171,9 +172,9 @@ def load_whole(name: str, config: Any, dtype: torch.dtype) -> Any:
     try:
         with _quiet_transformers(progress_bars=True):
             model, found = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True
+                name, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
-    except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError) as reason:
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, UnpicklingError) as reason:
         if type(reason).__name__ == "OutOfMemoryError":
             raise
         raise ValueError(f"--model {name}: cannot be loaded ({first_line(reason)})") from reason

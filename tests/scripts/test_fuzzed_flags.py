@@ -49,7 +49,7 @@ def assert_clear(run, words: list[str], refused: tuple[type[Exception], ...] = (
         if isinstance(error, SystemExit) and error.code == 0:
             return
         message = in_words(error, said.getvalue())
-        assert "--" in message or "-m" in message, f"{words}: {message}"
+        assert "--" in message or "-m" in message or "does not fit: more than" in message, f"{words}: {message}"
         assert "Traceback" not in message
 
 

@@ -157,7 +157,11 @@ def _regular_expression(text: str) -> str:
 
 def _tokenizer_name(text: str) -> str:
     may_be_on_hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", text)
-    if not Path(text).is_dir() and (not may_be_on_hub or Path(text).exists()):
+    try:
+        usable = Path(text).is_dir() or (may_be_on_hub and not Path(text).exists())
+    except OSError:  # too long for a name
+        usable = False
+    if not usable:
         raise argparse.ArgumentTypeError(
             f"{text} is not a folder; give the folder or the hub name of a model or tokenizer"
         )

@@ -47,7 +47,10 @@ def check_folder(flag: str, folder: Path) -> None:
     Raises:
         ValueError: names `flag`, the folder and the remedy.
     """
-    existing = nearest_existing(folder)
+    try:
+        existing = nearest_existing(folder)
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"{flag} {folder}: cannot be made ({error.strerror}); take another folder") from error
     if not existing.is_dir():
         raise ValueError(f"{flag} {folder}: {existing} is a file, a folder is needed; take another")
     if existing == folder and any(folder.iterdir()) and not is_own(folder):

@@ -100,6 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if repeated:
         raise ValueError(f"--model {repeated[0]} is given twice; its results would be one curve")
     _check_document_flags(args)
+    if not args.output_file.name:
+        raise ValueError("--output-file is empty or names a folder: name a file")
     if args.output_file.suffix in (SUMMARY, PICTURE):
         raise ValueError(
             f"--output-file {args.output_file}: the summary and the picture take {SUMMARY} and {PICTURE}; give the CSV "
@@ -127,6 +129,6 @@ def _check_document_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} goes with --{' or --'.join(sources)}; leave it out with --{source}")
     folder = args.save_tokenized
     if folder is not None:
+        check_writable(folder / "state.json", "--save-tokenized")
         if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(f"--save-tokenized {folder}: there are files in this folder; name a new one")
-        check_writable(folder / "state.json", "--save-tokenized")
