@@ -49,6 +49,9 @@ def main() -> None:
     flags, words = parse_machines()
     args = parse_arguments(words)
 
+    from easy_context.evaluation.scorer import sizes_at_once
+    from easy_context.memory.forecast import Shape
+    from easy_context.memory.forward_forecast import forward_memory
     from easy_context.model.config import load_config
     from easy_context.training.checks import flag_problems
     from easy_context.training.flops import PEAK_FLOPS
@@ -70,6 +73,10 @@ def main() -> None:
         result = forecast(args, config, machines)
     print(describe(result, args, config, machines))
     print(f"longest row that fits: about {longest_row(args, config, machines):,} tokens")
+    load = result.option.load
+    ranks = args.batch_size * load.row // load.tokens
+    evaluation = sum(forward_memory(Shape.of(config), load, ranks, *sizes_at_once(frugal=False)).values())
+    print(f"eval_ppl.py on such rows: about {evaluation / 2**30:.1f} GiB of each GPU, with all weights on each")
     if result.fits:
         print(f"\n{launcher(flags.gpus, flags.gpus_per_machine, args.optimizer)} train.py {shlex.join(words)}")
     sys.exit(0 if result.fits else 1)

@@ -17,6 +17,7 @@ from ..common.flags import FlagParser, refusals, whole_number
 from ..common.interrupts import end_on_signals
 from .arguments import add_model_flags
 from .loading import UnusableModel, distributed, load_model_config, load_scorer
+from .memory_check import check_memory
 from .scorer import Scorer
 
 
@@ -122,6 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         with refusals("lm_eval_adapter"):
             config = load_model_config(args.model, args, args.max_length)
+            check_memory(args.model, config, args, args.max_length, "--max-length")
             tokenizer = load_tokenizer(args.model)
         with (
             refusals("lm_eval_adapter", (UnusableModel, TextTooLong)),

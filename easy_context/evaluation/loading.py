@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from ..common.errors import naming_flags
 from ..huggingface import SUPPORTED_MODELS
-from ..memory.tiled_forward import SMALL_TILE_SIZE, TILE_SIZE, gather_layers_whole
+from ..memory.tiled_forward import gather_layers_whole
 from ..mesh import CurrentMesh, Mesh
 from ..model.config import load_config, model_problems, set_rope_theta
 from ..model.weights import check_weights, load_whole
 from ..modes import find_mode
 from ..sequence_parallel import apply_seq_parallel_monkey_patch, remove_seq_parallel_monkey_patch
 from ..training.accelerator import COLLECTIVE_TIMEOUT, compile_nothing_on_cpu, launched_for_deepspeed
-from .scorer import LOSS_CHUNK, SMALL_LOSS_CHUNK, Scorer
+from .scorer import Scorer, sizes_at_once
 
 
 class UnusableModel(ValueError):
@@ -36,7 +36,7 @@ def distributed() -> Iterator[torch.device]:
     Yields:
         This process's device.
     """
-    device = _own_device()
+    device = own_device()
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
@@ -50,14 +50,15 @@ def distributed() -> Iterator[torch.device]:
             dist.destroy_process_group()
 
 
-def _own_device() -> torch.device:
+def own_device() -> torch.device:
+    """Return this process's GPU, or the CPU where there is none."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
 
 
 def dtype_of(args, device: torch.device | None = None) -> torch.dtype:
     """Return what --dtype means on a device; without one, on this process's own."""
-    device = device or _own_device()
+    device = device or own_device()
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
@@ -117,7 +118,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
             if mode is not None:
                 gather_layers_whole(model)
             model = accelerator.prepare(model).module
-        chunk, tile = (SMALL_LOSS_CHUNK, SMALL_TILE_SIZE) if frugal else (LOSS_CHUNK, TILE_SIZE)
+        tile, chunk = sizes_at_once(frugal)
         yield Scorer(model, mode, mesh, device, chunk, tile, frugal)
     finally:
         remove_seq_parallel_monkey_patch()
@@ -125,7 +126,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
 
 def _apply_mode(config, args) -> tuple[str | None, CurrentMesh | Mesh]:
     """Patch the model family for the mode of the flags, or the default for this number of processes."""
-    mode = _mode_of(config.model_type, args)
+    mode = mode_of(config.model_type, args)
     if mode is None:
         return None, Mesh()
     mesh = apply_seq_parallel_monkey_patch(
@@ -139,14 +140,15 @@ def _apply_mode(config, args) -> tuple[str | None, CurrentMesh | Mesh]:
     return mode, mesh
 
 
-def _mode_of(model_type: str, args) -> str | None:
+def mode_of(model_type: str, args) -> str | None:
     """Return the parallel mode; None for a family that has none, which can only run on one process."""
-    if args.parallel_mode is None and _processes() == 1 and model_type not in SUPPORTED_MODELS:
+    if args.parallel_mode is None and processes() == 1 and model_type not in SUPPORTED_MODELS:
         return None
-    return args.parallel_mode or ("zigzag_ring_attn" if _processes() > 1 else "data_parallel")
+    return args.parallel_mode or ("zigzag_ring_attn" if processes() > 1 else "data_parallel")
 
 
-def _processes() -> int:
+def processes() -> int:
+    """Return how many processes the launcher started."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -155,7 +157,7 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
 
     Called before the model is loaded and before the processes are joined.
     """
-    mode = _mode_of(config.model_type, args)
+    mode = mode_of(config.model_type, args)
     if mode is None:
         if args.attn_kernel != "auto":
             raise ValueError(
@@ -164,8 +166,8 @@ def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest:
             )
         return
     with naming_flags():
-        size = find_mode(mode).sequence_size(args.sequence_parallel_size, _processes())
-    device = _own_device()
+        size = find_mode(mode).sequence_size(args.sequence_parallel_size, processes())
+    device = own_device()
     found = model_problems(
         name,
         config,

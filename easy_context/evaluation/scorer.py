@@ -14,13 +14,18 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ..loss import IGNORE_INDEX, token_losses
-from ..memory.tiled_forward import TILE_SIZE, tiled_forward
+from ..memory.tiled_forward import SMALL_TILE_SIZE, TILE_SIZE, tiled_forward
 from ..mesh import CurrentMesh, Mesh
 from ..sequence_parallel import gather_seq_parallel_outputs
 from ..shards import shard_batch
 
 LOSS_CHUNK, SMALL_LOSS_CHUNK = 1024, 256  # positions whose logits exist at once
 Value = TypeVar("Value")
+
+
+def sizes_at_once(frugal: bool) -> tuple[int, int]:
+    """Return the tokens of a tile of layers, and those whose logits exist at once; fewer if `frugal`."""
+    return (SMALL_TILE_SIZE, SMALL_LOSS_CHUNK) if frugal else (TILE_SIZE, LOSS_CHUNK)
 
 
 @dataclass
@@ -33,7 +38,7 @@ class Scorer:
         mesh: this process's place.
         device: where the model is.
         loss_chunk: positions whose logits exist at once.
-        tile_size: tokens that go through a layer together, but for its attention.
+        tile_size: tokens that go through a layer together, but for its attention; 0 for whole rows.
         frugal: give cached memory back after every pass.
     """
 
@@ -105,7 +110,8 @@ class Scorer:
             shard = {"input_ids": input_ids.to(self.device), "shift_labels": targets.to(self.device)}
         else:
             shard = shard_batch(self.mode, input_ids, targets, self.mesh, self.device)
-            by_tiles = tiled_forward(decoder, max(1, self.tile_size // len(input_ids)))
+            if self.tile_size:
+                by_tiles = tiled_forward(decoder, max(1, self.tile_size // len(input_ids)))
         local_targets = shard.pop("shift_labels")
         with by_tiles:
             return decoder(**shard, use_cache=False).last_hidden_state, local_targets

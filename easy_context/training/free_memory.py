@@ -15,21 +15,26 @@ USABLE_WITHOUT_LIGER = 0.85  # on the GPU
 
 
 def least_free(accelerator: Any) -> Memory:
-    """Return the least free memory of any process, the host's divided by the processes of its machine.
-
-    Without a GPU the host's stands in its place, and nothing is left beside it.
-    """
-    device = accelerator.device
-    gpu, host = 0.0, free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    if device.type == "cuda":
-        gpu = torch.cuda.mem_get_info(device)[0]
-    else:
-        gpu, host = host, gpu
+    """Return the least free memory of any process, as `free_memory` has it for each."""
+    free = free_memory(accelerator.device, accelerator.num_processes)
     if not dist.is_initialized():
-        return Memory(gpu, host)
-    least = torch.tensor([gpu, host], dtype=torch.float64, device=device)
+        return free
+    least = torch.tensor([free.gpu, free.host], dtype=torch.float64, device=accelerator.device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return Memory(*least.tolist())
+
+
+def free_memory(device: torch.device, processes: int) -> Memory:
+    """Return what is free for this process, the host's divided by the processes of its machine.
+
+    Without a GPU the host's stands in its place, and nothing is left beside it.
+
+    Args:
+        device: of this process.
+        processes: of this machine, where LOCAL_WORLD_SIZE does not say how many there are.
+    """
+    host = free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return Memory(torch.cuda.mem_get_info(device)[0], host) if device.type == "cuda" else Memory(host, 0.0)
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -4,6 +4,7 @@ test_evaluation_models.py.)"""
 import pytest
 import torch
 import torch.nn.functional as F
+from family_models import patched
 from tensor_sizes import LargestTensor
 from tiny_models import tiny_llama
 
@@ -51,6 +52,21 @@ def test_predictions_need_the_logits_of_their_own_positions_only(model, row):
     assert (predicted != IGNORE_INDEX).sum() == len(wanted)
     nothing = Scorer(model, None, Mesh(), torch.device("cpu")).predictions(ids, torch.full_like(ids, IGNORE_INDEX))
     assert (nothing == IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layers_run_by_tiles_under_a_mode(row, batch):
+    """No tensor of the MLP, the only one 2,000 wide, is of more tokens than a tile."""
+    wide = tiny_llama(vocab_size=VOCABULARY, intermediate_size=2000)
+    ids, targets = (x.expand(batch, -1) for x in row)
+    losses = {}
+    with patched("data_parallel", attn_kernel="cpu") as mesh:
+        for tile, largest in ((0, batch * LENGTH * 2000), (60, 60 * 2000)):
+            scorer = Scorer(wide, "data_parallel", mesh, torch.device("cpu"), loss_chunk=10, tile_size=tile)
+            with LargestTensor() as seen:
+                losses[tile] = scorer.token_losses(ids, targets)
+            assert seen.largest == largest
+    torch.testing.assert_close(losses[60], losses[0], rtol=1e-5, atol=1e-5)
 
 
 def test_one_process_is_the_first_rank_and_its_own_group():

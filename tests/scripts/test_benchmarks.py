@@ -9,7 +9,16 @@ import pytest
 import torch
 from launching import run_python
 
-from benchmarks import attention, attention_runs, flash_attn_shim, loopback, tables, train_step, train_step_runs
+from benchmarks import (
+    attention,
+    attention_runs,
+    evaluation,
+    flash_attn_shim,
+    loopback,
+    tables,
+    train_step,
+    train_step_runs,
+)
 from benchmarks import zigzag_all_gather as candidate
 
 SMALL_MODEL = "--hidden-size 32 --intermediate-size 64 --heads 4 --kv-heads 2 --vocab-size 128 --full-depth 4"
@@ -73,6 +82,20 @@ def test_train_step_on_one_process(tmp_path):
         losses = [row["loss"] for row in rows if row["layers"] == layers]
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
     assert "4 from 1, 2" in printed
+
+
+def test_evaluation_by_tiles_and_plain(tmp_path, capsys):
+    sizes = SMALL_MODEL.replace("--full-depth 4", "--layers 2 --seq-length 128 64")
+    evaluation.main([*sizes.split(), "--output", str(tmp_path / "evaluation.json")])
+    rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    assert [(row["seq_length"], row["passes"]) for row in rows] == [
+        *((64, "tiles"), (64, "plain")),
+        *((128, "tiles"), (128, "plain")),
+    ]
+    for tiles, plain in (rows[:2], rows[2:]):
+        assert tiles["loss"] == pytest.approx(plain["loss"], rel=1e-5) and tiles["forecast_gib"] > 0
+        assert min(tiles["seconds"], plain["seconds"]) > 0
+    assert "forecast GiB" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -118,10 +118,10 @@ def score_cell(
         item_accuracy (share of their single values) and what happened to each sample.
     """
     rows = rows_of(builder, task, cell, samples, seed)
-    rows_at_once = max(1, batch_tokens // cell.length)
+    together = rows_at_once(cell.length, batch_tokens)
     outcomes = []
-    for first in range(0, samples, rows_at_once):
-        outcomes += score_rows(scorer, builder, rows[first : first + rows_at_once])
+    for first in range(0, samples, together):
+        outcomes += score_rows(scorer, builder, rows[first : first + together])
     items = [right for outcome in outcomes for right in outcome["items"]]
     return {
         "task": cell.task,
@@ -131,6 +131,11 @@ def score_cell(
         "item_accuracy": sum(items) / len(items),
         "samples": outcomes,
     }
+
+
+def rows_at_once(length: int, batch_tokens: int) -> int:
+    """Return how many rows of `length` tokens go through the model together."""
+    return max(1, batch_tokens // length)
 
 
 def score_rows(scorer: Scorer, builder: PromptBuilder, rows: list[Row]) -> list[dict]:

@@ -12,10 +12,11 @@ from ...model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from ...model.tokenizer import load_tokenizer
 from ..journal import Journal, missing_pieces, run_pieces
 from ..loading import dtype_of
+from ..memory_check import check_memory
 from ..plots import draw_needle, needle_title
 from ..results import json_text
 from ..scorer import Scorer
-from .cells import Cell, check_lengths, grid, is_finished_cell, mean_of, score_cell, summarize
+from .cells import Cell, check_lengths, grid, is_finished_cell, mean_of, rows_at_once, score_cell, summarize
 from .encoding import TextEncoder
 from .examples import Task
 from .haystack import Haystack, read_haystack
@@ -60,6 +61,8 @@ def prepare(args: argparse.Namespace, config: Any) -> tuple[list[Task], PromptBu
     builder = PromptBuilder(encoder, Haystack(text, encoder), args.format, args.prompt_template, args.few_shot)
     # A context that is too short for a task is found now, not after hours.
     check_lengths(builder, tasks, args.lengths, args.depths, args.num_samples, args.seed)
+    most = max(n * min(args.num_samples, rows_at_once(n, args.batch_tokens)) for n in args.lengths)
+    check_memory(args.model, config, args, most, "--max_context_length or --batch_tokens")
     settings = {key: getattr(args, key) for key in SETTINGS}
     settings |= {
         "dtype": str(dtype_of(args)).removeprefix("torch."),  # auto is another one on a GPU

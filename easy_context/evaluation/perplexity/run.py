@@ -17,6 +17,7 @@ from ...model.fingerprint import model_fingerprint
 from ...model.tokenizer import load_tokenizer
 from ..journal import Journal, missing_pieces, run_pieces
 from ..loading import dtype_of, load_model_config
+from ..memory_check import check_memory
 from ..plots import draw_perplexity, short_names
 from ..results import json_text, read_perplexity
 from ..scorer import Scorer
@@ -89,6 +90,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[Job], dict]:
     settings["dtype"] = str(dtype_of(args)).removeprefix("torch.")  # auto is another one on a GPU
     for name, config, length in zip(args.model, configs, trained, strict=True):
         chosen = documents.choose(documents_of(args, name), shortest, args.samples, config.vocab_size)
+        longest = min(args.max_tokens, max(len(document.input_ids) for document in chosen))
+        check_memory(name, config, args, longest, "--max-tokens")
         fingerprint = f"{model_fingerprint(name, config)} {documents.documents_fingerprint(chosen)}"
         jobs.append(Job(name, name + suffix, config, length, chosen, fingerprint))
     return jobs, settings
