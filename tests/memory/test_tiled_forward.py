@@ -39,6 +39,14 @@ def test_every_family_gives_its_plain_hidden_states(family, tile_size):
         torch.testing.assert_close(hidden_states(model_of(family), tile_size, input_ids=ids), plain, **TOLERANCE)
 
 
+def test_a_layer_s_sliding_window_is_that_of_the_whole_row():
+    model, (ids, _) = family_model("mistral", sliding_window=20).eval(), random_rows(2, ROW)
+    with patched("data_parallel", "mistral", attn_kernel="cpu"):
+        plain = hidden_states(model, input_ids=ids)
+        torch.testing.assert_close(hidden_states(model, 7, input_ids=ids), plain, **TOLERANCE)
+        assert not torch.allclose(hidden_states(model_of("mistral"), 7, input_ids=ids), plain, **TOLERANCE)
+
+
 def split_rows_on_rank(rank: int, size: int, mode: str) -> None:
     model, (ids, targets) = model_of("qwen3"), random_rows(2, ROW)
     with patched("data_parallel", "qwen3", attn_kernel="cpu"):
