@@ -55,6 +55,7 @@ def train(args: Arguments, watch: Watch) -> None:
         shard_batch,
     )
     from easy_context.memory.recompute import apply_memory_plan
+    from easy_context.model.adapters import add_adapters
     from easy_context.model.config import load_config
     from easy_context.model.liger import apply_liger, choose_liger
     from easy_context.training.accelerator import (
@@ -94,6 +95,7 @@ def train(args: Arguments, watch: Watch) -> None:
     if args.liger:
         apply_liger(config)
     model = load_model(args, config, accelerator)  # refuses a checkpoint that lacks a tensor
+    model = add_adapters(model, args)  # all weights are trained unless LoRA or --train-only is asked for
     model = apply_fused_loss(model, liger=args.liger)  # the loss without ever holding the logits of all tokens
     model = apply_memory_plan(model, plan, mlp_tile_size=tile_size)  # the rest is recomputed in backward
     optimizer = adamw(model, args, accelerator)  # weight decay on matrices only
@@ -159,7 +161,7 @@ def train(args: Arguments, watch: Watch) -> None:
     nonfinite.sum_up()
     checkpoints.close()
     if not checkpoints.stopping:
-        save_model(accelerator, model, args.output_dir, tokenizer_of=args.model)
+        save_model(accelerator, model, args.output_dir, tokenizer_of=args.model, merge=args.merge)
         accelerator.print(f"saved the model in {args.output_dir}")
     accelerator.state.destroy_process_group()
 

@@ -60,6 +60,7 @@ TESTS = {
     "easy_context/memory/offload.py": "offload",
     "easy_context/sequence_parallel.py": "huggingface refusals sequence_parallel",
     "easy_context/huggingface.py": "huggingface refusals sequence_parallel",
+    "easy_context/model/adapters.py": "adapters",
     "easy_context/model/config.py": "config",
     "easy_context/model/liger.py": "liger",
     "easy_context/model/tokenizer.py": "tokenizer",

@@ -104,6 +104,7 @@ class Load:
         liger: Liger's layers, which keep fewer tensors.
         kernel: of attention.
         mlp_tile_size: tokens of a tile of the MLPs that are recomputed; 0 for whole MLPs.
+        trained_share: of the model's parameters that are trained; the others have no gradients of their own.
     """
 
     tokens: int
@@ -112,6 +113,7 @@ class Load:
     liger: bool = True
     kernel: str = "flash_attn_4"
     mlp_tile_size: int = 0
+    trained_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,10 @@ def micro_batch_seconds(shape: Shape, load: Load, plan: MemoryPlan, peak_flops: 
     attention = 2 * load.tokens * load.row * shape.query / ATTENTION_RATES.get(load.kernel, OTHER_ATTENTION_RATE)
     elementwise = load.tokens * load.size / MEMORY_RATE
     forward_elementwise = elementwise * (11 * shape.hidden + 3 * shape.inner)
-    layer = 3 * matrix * shape.layer_parameters + 3.5 * attention
+    products = 2 + load.trained_share  # with each weight: forward, the input's gradient, its own
+    layer = products * matrix * shape.layer_parameters + 3.5 * attention
     layer += elementwise * (45 * shape.hidden + 11.5 * shape.inner)
-    loss = 1.15 * 3 * matrix * shape.vocabulary * shape.hidden
+    loss = 1.15 * products * matrix * shape.vocabulary * shape.hidden
     seconds = loss + len(plan) * layer
     down = shape.hidden * shape.inner
     for keeps, after in zip(plan, (*plan[1:], None), strict=True):

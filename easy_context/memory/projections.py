@@ -25,7 +25,10 @@ def apply_known_projections(layer: Any, model_type: str) -> None:
         model_type: of its config; the last linear layer is left out only in families known to allow it.
     """
     last = layer.mlp.down_proj if model_type in _LAST_OUTPUT_IS_ADDED else None
+    last = getattr(last, "base_layer", last)  # LoRA's own product is added to its output, and likewise read by nobody
     for name, module in layer.named_modules():
+        if ".lora_" in name:  # two thin products that are cheaper to compute again than to keep
+            continue
         if type(module) is torch.nn.Linear and "forward" not in vars(module):  # once, however many plans come
             # Liger rotates q and k where they lie, which would change the recorded tensors.
             changed_in_place = name.endswith(("q_proj", "k_proj"))
@@ -75,7 +78,7 @@ class _KnownOutput(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
         return out.view_as(out)  # autograd marks what is returned; `out` may be recorded for more than this run
 
     @staticmethod

@@ -27,6 +27,11 @@ def load_config(name: str) -> Any:
     folder = Path(name)
     if not folder.is_dir() and (folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ValueError(f"--model {name}: no such folder; give a hub name or the folder of a saved model")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model {name} holds an adapter, not a whole model: merge it into its base as docs/training.md shows "
+            "(LoRA), or train it with --merge"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"--model {name} holds no config.json: give the folder of a saved model, or a hub name")
     try:

@@ -88,6 +88,35 @@ class Arguments:
     )
     seed: int = _flag(42, "random seed for the order of rows and for dropout")
 
+    # What is trained.
+    lora_r: int | None = _flag(
+        None,
+        "rank of LoRA's matrices, which are trained in place of the model's weights; all weights are trained if not "
+        "given",
+        least=1,
+    )
+    lora_alpha: float | None = _flag(
+        None, "LoRA's scale: what the matrices add is multiplied by this over --lora-r. Twice --lora-r if not given"
+    )
+    lora_targets: list[str] = _flag(
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "linear layers that get LoRA's matrices: ends of their names, one regular expression that matches whole names, "
+        "or all-linear for all but the output layer",
+        nargs="+",
+        metavar="NAME",
+    )
+    train_embeddings: bool = _flag(
+        False,
+        "with LoRA: train the input embeddings, too (LongLoRA, arXiv 2309.12307), and with them an output that is tied",
+    )
+    train_norms: bool = _flag(False, "with LoRA: train the norms, too (LongLoRA, arXiv 2309.12307)")
+    merge: bool = _flag(False, "with LoRA: save a plain model with the matrices added to its weights, not the adapter")
+    train_only: str | None = _flag(
+        None,
+        "train only the weights in whose names this regular expression is found, such as self_attn, without LoRA",
+        metavar="REGEX",
+    )
+
     # Parallelism, speed and memory.
     parallel_mode: str = _flag(
         "zigzag_ring_attn", "how a row is split over processes (data_parallel: not at all)", choices=MODES
@@ -191,6 +220,7 @@ class Arguments:
 _GROUPS = {
     "model": "model and data",
     "batch_size": "optimisation",
+    "lora_r": "what is trained",
     "parallel_mode": "parallelism, speed and memory",
     "save_every": "saving and resuming",
     "skip_nonfinite": "faults",

@@ -61,7 +61,10 @@ def flag_problems(args: Arguments, config: Any, world_size: int, here: bool = Tr
         world_size: processes of the launch.
         here: whether the run is on this machine, whose packages and GPUs are then checked, too.
     """
+    from ..model.adapters import adapter_problems
+
     problems = _number_problems(args) + _document_problems(args) + _optimizer_problems(args, here)
+    problems += adapter_problems(args, None if problems else config)
     size, problem = _sequence_parallel_size(args, world_size)
     if config is not None and size is not None and not problems:
         problem += _model_problems(args, config, size, here)
@@ -88,6 +91,8 @@ def _number_problems(args: Arguments) -> list[str]:
             problems.append(f"--{field.name.replace('_', '-')} {value} must be {kind}, at least {least}")
     if args.rope_theta is not None and not is_rope_base(args.rope_theta):
         problems.append(f"--rope-theta {args.rope_theta} must be positive and finite")
+    if args.lora_alpha is not None and not (math.isfinite(args.lora_alpha) and args.lora_alpha > 0):
+        problems.append(f"--lora-alpha {args.lora_alpha} must be positive and finite")
     if not 0 <= args.seed < 2**32:  # numpy takes no other
         problems.append(f"--seed {args.seed} must lie in [0, 2^32)")
     if not all(0 <= beta < 1 for beta in args.adam_betas):

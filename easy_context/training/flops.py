@@ -26,21 +26,26 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(config: Any, parameters: int, seq_length: float) -> float:
+def flops_per_token(config: Any, parameters: int, seq_length: float, trained: float | None = None) -> float:
     """Return the model FLOPs to train on one token, forward and backward, without recomputation.
 
-    Each weight that multiplies counts six. Attention is causal, so that a query meets half of the row's keys on average
-    (the convention of arXiv 2204.02311, appendix B, with the causal half), and in a layer with a window no other keys.
+    Each weight that multiplies counts six, a frozen one four: it has no gradient of its own, but passes one on. (Below
+    the first layer in which anything is trained it does not, and is counted too high.) Attention is causal, so that a
+    query meets half of the row's keys on average (the convention of arXiv 2204.02311, appendix B, the causal half), and
+    in a layer with a window no other keys.
 
     Args:
         config: of the model.
         parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
         seq_length: tokens of a row, or the mean over all tokens of the length of their row, or of their document where
             attention stays within documents.
+        trained: weights that multiply and are trained; all if None.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     keys = sum(mean_keys(seq_length, window) for window in layer_windows(config))
-    return 6 * (parameters - embedding) + 12 * config.num_attention_heads * head_dim(config) * keys
+    multiplying = parameters - embedding
+    products = 4 * multiplying + 2 * (multiplying if trained is None else trained)
+    return products + 12 * config.num_attention_heads * head_dim(config) * keys
 
 
 def mean_keys(seq_length: float, window: int | None) -> float:
@@ -52,6 +57,16 @@ def mean_keys(seq_length: float, window: int | None) -> float:
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of weights of the whole model, also under ZeRO-3, where each process holds a part."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def count_trained(model: torch.nn.Module, config: Any) -> int:
+    """Return the number of trained weights that multiply: an input embedding counts only if it is the output, too."""
+    looked_up = () if getattr(config, "tie_word_embeddings", False) else ("embed_tokens.weight",)
+    return sum(
+        getattr(p, "ds_numel", p.numel())
+        for name, p in model.named_parameters()
+        if p.requires_grad and not name.endswith(looked_up)
+    )
 
 
 def peak_flops(device: torch.device) -> float | None:

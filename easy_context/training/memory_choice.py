@@ -11,6 +11,7 @@ from ..huggingface import head_dim
 from ..memory.forecast import Load, Memory, Shape, activation_memory, micro_batch_seconds
 from ..memory.plan import MemoryPlan, format_memory_plan, parse_memory_plan, plan_of_flags
 from ..memory.plan_search import TILE_SIZE, fastest_plan, most_frugal_plan
+from ..model.adapters import trained_share
 from ..modes import find_mode
 from .arguments import Arguments
 from .flops import peak_flops
@@ -35,12 +36,14 @@ class Launch:
         kernel: of attention.
         room: the memory that a process may use.
         plugin: Accelerate's for DeepSpeed; None without DeepSpeed, or where ZeRO-3 is taken for granted.
+        trained_share: of the model's parameters that are trained.
     """
 
     processes: int
     kernel: str
     room: Memory
     plugin: Any = None
+    trained_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
     kernel = find_mode(args.parallel_mode, args.attn_engine).select_kernel(
         args.attn_kernel, accelerator.device, _dtype(args), head_dim(config)
     )
-    launch = Launch(accelerator.num_processes, kernel.name, room, plugin)
+    launch = Launch(accelerator.num_processes, kernel.name, room, plugin, trained_share(args, config))
     options = options_until_one_fits(_offloads(args, plugin, named, on_gpu), args, config, launch)
     option = options[-1]
     fits = option.need.fits(room)
@@ -155,8 +158,8 @@ def options_until_one_fits(
 def best_option(offload: str | None, args: Arguments, config: Any, launch: Launch) -> Option:
     """Return the fastest option with this offloading that finds room, or else the most frugal one."""
     shape = Shape.of(config)
-    states = state_memory(offload, args, launch.plugin, shape, launch.processes)
-    optimizer_step = optimizer_step_memory(offload, args, launch.plugin, shape, launch.processes)
+    launched = (offload, args, launch.plugin, shape, launch.processes, launch.trained_share)
+    states, optimizer_step = state_memory(*launched), optimizer_step_memory(*launched)
 
     def whole(activations: Memory) -> Memory:
         return states + Memory(max(activations.gpu, optimizer_step) + BUCKETS, activations.host)
@@ -185,6 +188,7 @@ def micro_batch(args: Arguments, launch: Launch) -> Load:
         size=_dtype(args).itemsize,
         liger=bool(args.liger),
         kernel=launch.kernel,
+        trained_share=launch.trained_share,
     )
 
 

@@ -14,7 +14,7 @@ from ..common.notes import say_once
 from ..loss import IGNORE_INDEX
 from ..mesh import Mesh
 from .arguments import Arguments
-from .flops import count_parameters, flops_per_token, peak_flops
+from .flops import count_parameters, count_trained, flops_per_token, peak_flops
 from .progress import StepProgress
 from .saving import METRICS, prepare_metrics
 from .trackers import start_trackers
@@ -42,6 +42,7 @@ class StepMeter:
         """
         self._accelerator, self._mesh = accelerator, mesh
         self._config, self._parameters = config, count_parameters(model)
+        self._trained = count_trained(model, config)
         self._peak = peak_flops(accelerator.device)
         self.restart()
 
@@ -92,7 +93,7 @@ class StepMeter:
         now, devices = time.perf_counter(), self._accelerator.num_processes
         speed = self._tokens / (now - self._start)
         self._start = now
-        token_flops = flops_per_token(self._config, self._parameters, self._mean_length)
+        token_flops = flops_per_token(self._config, self._parameters, self._mean_length, self._trained)
         return {
             "step": step,
             "loss": loss,

@@ -33,15 +33,16 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return one group of matrices with weight decay and one of norms and biases without."""
+    """Return one group of matrices with weight decay and one of norms and biases without, if any are trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     # Under ZeRO-3 a parameter's own shape is empty.
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) > 1]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    return [
+    groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]  # DeepSpeed cannot flatten an empty one
 
 
 def warmup_then(args: Arguments) -> Callable[[int], float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..memory.forecast import H200_PEAK, HOST_RATE, MEMORY_RATE, Memory, Shape, activation_peak, micro_batch_seconds
 from ..memory.plan import format_memory_plan
+from ..model.adapters import trained_share
 from .arguments import Arguments
 from .flops import PEAK_FLOPS, flops_per_token
 from .free_memory import USABLE
@@ -81,7 +82,7 @@ def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
     Raises:
         ValueError: flags that contradict each other, or that do not go with the number of GPUs.
     """
-    launch = _launch(args, machines)
+    launch = _launch(args, config, machines)
     option = options_until_one_fits(_offloads(args), args, config, launch)[-1]
     shape = Shape.of(config)
     gpu, host = _parts(option, shape, args, machines.gpus)
@@ -89,7 +90,8 @@ def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
     step = sum(seconds.values())
     groups = machines.gpus * option.load.tokens / (args.batch_size * args.seq_length)
     tokens = args.batch_size * args.seq_length * args.gradient_accumulate_every * groups
-    flops = tokens * flops_per_token(config, shape.parameters, args.seq_length)
+    trained = None if launch.trained_share == 1 else launch.trained_share * shape.parameters
+    flops = tokens * flops_per_token(config, shape.parameters, args.seq_length, trained)
     mfu = flops / step / (PEAK_FLOPS[machines.card] * machines.gpus)
     return Forecast(option, option.need.fits(launch.room), gpu, host, seconds, tokens / step, mfu)
 
@@ -97,10 +99,12 @@ def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
 def longest_row(args: Arguments, config: Any, machines: Machines) -> int:
     """Return the most tokens of a row, to 2 %, for which some memory plan fits; 0 if none of 1024 does."""
 
+    launch = _launch(args, config, machines)
+
     def fits(seq_length: int) -> bool:
         longer = dataclasses.replace(args, seq_length=seq_length, offload="auto")
-        options = options_until_one_fits(_offloads(longer), longer, config, _launch(longer, machines))
-        return options[-1].need.fits(_launch(longer, machines).room)
+        options = options_until_one_fits(_offloads(longer), longer, config, launch)
+        return options[-1].need.fits(launch.room)
 
     if not fits(1024):
         return 0
@@ -143,11 +147,12 @@ def _table(what: str, parts: dict[str, float], free: float) -> list[str]:
     return [f"{what:<32}{'GiB':>8}", *(f"  {part:<30}{size / GIB:8.1f}" for part, size in rows)]
 
 
-def _launch(args: Arguments, machines: Machines) -> Launch:
+def _launch(args: Arguments, config: Any, machines: Machines) -> Launch:
     # On Ampere FlashAttention-2 reaches the share of the peak that cuDNN reaches on Hopper.
     fastest = "flash_attn_4" if machines.card.split()[0] in _HOPPER_OR_NEWER else "cudnn"
     kernel = fastest if args.attn_kernel == "auto" else args.attn_kernel
-    return Launch(machines.gpus, kernel, Memory(USABLE * machines.free.gpu, USABLE * machines.free.host))
+    room = Memory(USABLE * machines.free.gpu, USABLE * machines.free.host)
+    return Launch(machines.gpus, kernel, room, trained_share=trained_share(args, config))
 
 
 def _offloads(args: Arguments) -> tuple[str | None, ...]:
@@ -162,9 +167,10 @@ def _parts(option: Option, shape: Shape, args: Arguments, processes: int) -> tup
     own = shape.parameters / (1 if option.offload is None else processes)  # only ZeRO shares them out
     peak = activation_peak(shape, option.load, option.plan)
     weights = 0.0 if option.offload == "all" else option.load.size * own
+    states = state_memory(option.offload, args, None, shape, processes, option.load.trained_share)
     gpu = {
         "weights": weights,
-        "gradients and optimizer": state_memory(option.offload, args, None, shape, processes).gpu - weights,
+        "gradients and optimizer": states.gpu - weights,
         "kept for backward": peak.kept,
         f"work in {peak.moment}": peak.work,
         "buckets": BUCKETS,
@@ -185,10 +191,11 @@ def _seconds(option: Option, shape: Shape, args: Arguments, machines: Machines) 
         computing /= _ALONE_TO_SEVERAL
     micro_batches = args.gradient_accumulate_every
     seconds = {"forward and backward": micro_batches * computing}
+    trained = option.load.trained_share * own
     if option.offload == "all":  # fetched in forward and in backward; gradients go back
-        seconds["weights to and from the host"] = micro_batches * 3 * option.load.size * own / HOST_RATE
+        seconds["weights to and from the host"] = micro_batches * option.load.size * (2 * own + trained) / HOST_RATE
     if option.offload in (None, "none"):
-        seconds["optimizer"] = _OPTIMIZER_BYTES[args.optimizer] * own / MEMORY_RATE * slower
+        seconds["optimizer"] = _OPTIMIZER_BYTES[args.optimizer] * trained / MEMORY_RATE * slower
     else:
-        seconds["optimizer on the host"] = own / _HOST_OPTIMIZER_RATE
+        seconds["optimizer on the host"] = trained / _HOST_OPTIMIZER_RATE
     return seconds

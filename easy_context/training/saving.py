@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from ..common.errors import first_line
 from ..common.files import first_free, write_whole
+from ..model.adapters import ADAPTER_CONFIG, README, has_adapter, merged, save_adapter
 from ..model.tokenizer import load_tokenizer
 from .arguments import Arguments
 from .checkpoints.files import checkpoints_in
@@ -25,7 +26,9 @@ _claims: list[IO] = []  # open files, whose locks end with the process
 MODEL_CONFIG = "config.json"  # moved last: where it is, the model is whole
 METRICS = "metrics.jsonl"
 # As save_pretrained names them.
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHTS = re.compile(
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
+)
 
 
 def is_finished(output_dir: Path) -> bool:
@@ -87,8 +90,12 @@ def prepare_metrics(output_dir: Path, step: int) -> None:
     print(f"{metrics} of an earlier run is now {kept}")
 
 
-def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str | None = None) -> None:
+def save_model(
+    accelerator: Any, model: Any, output_dir: str, tokenizer_of: str | None = None, merge: bool = False
+) -> None:
     """Save weights (one set of safetensors shards), config and tokenizer so that `from_pretrained(output_dir)` works.
+
+    A LoRA adapter is saved for peft's `PeftModel.from_pretrained(base, output_dir)`, or merged into a plain model.
 
     Every rank calls it. All files are written into a folder `.saving-model` first, so that a run that dies meanwhile
     leaves an earlier model as it was. Then they are renamed into place, an earlier `config.json` going first and the
@@ -99,6 +106,7 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
         model: the prepared model.
         output_dir: the folder.
         tokenizer_of: hub name or folder of the model whose tokenizer is saved beside this one, if it has any.
+        merge: save a plain model where there is a LoRA adapter; without, the adapter is saved, which peft loads.
 
     Raises:
         SystemExit: the disk is full, or does not take the files for another reason.
@@ -108,7 +116,7 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            accelerator.unwrap_model(model).save_pretrained(partial, state_dict=state_dict, max_shard_size="5GB")
+            _save_weights(accelerator.unwrap_model(model), partial, state_dict, merge)
             if tokenizer_of is not None and (tokenizer := load_tokenizer(tokenizer_of, required=False)):
                 tokenizer.save_pretrained(partial)
         except (OSError, SafetensorError) as error:
@@ -118,6 +126,8 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
             )
         _follow_umask(partial)
         (target / MODEL_CONFIG).unlink(missing_ok=True)
+        if (target / ADAPTER_CONFIG).exists():
+            (target / README).unlink(missing_ok=True)  # it is about the adapter
         for old in target.iterdir():
             if _WEIGHTS.fullmatch(old.name):
                 old.unlink()  # shards of another count would be found beside the new ones
@@ -127,6 +137,16 @@ def save_model(accelerator: Any, model: Any, output_dir: str, tokenizer_of: str 
             os.replace(path, target / path.name)
         partial.rmdir()
     accelerator.wait_for_everyone()
+
+
+def _save_weights(model: Any, folder: Path, state_dict: dict[str, Any], merge: bool) -> None:
+    """Save weights and config of a model, or of its adapter."""
+    if not has_adapter(model):
+        model.save_pretrained(folder, state_dict=state_dict, max_shard_size="5GB")
+    elif merge:
+        merged(model, state_dict).save_pretrained(folder, max_shard_size="5GB")
+    else:
+        save_adapter(model, folder, state_dict)
 
 
 def _way_on(output_dir: Path) -> str:

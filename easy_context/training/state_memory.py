@@ -11,7 +11,9 @@ _MOMENTS_IN_8_BITS = 2 * (1 + 4 / 256)  # two codes of a byte, with a float32 sc
 _MOST_AT_ONCE = 1e9  # parameters that ZeRO-3's optimizer works on at a time
 
 
-def state_memory(choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int) -> Memory:
+def state_memory(
+    choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int, trained_share: float = 1.0
+) -> Memory:
     """Estimate what weights, gradients and AdamW's states take of one process.
 
     Under ZeRO, mixed-precision AdamW holds 16 bytes a parameter: bf16 weights and gradients, float32 weights and two
@@ -24,34 +26,42 @@ def state_memory(choice: str | None, args: Arguments, plugin: Any, shape: Shape,
         plugin: Accelerate's for DeepSpeed, or None.
         shape: of the model.
         processes: of the launch; they share what ZeRO shards.
+        trained_share: of the parameters that are trained; the others have weights only, neither gradients nor states.
     """
-    parameters, own = shape.parameters, shape.parameters / processes
+    parameters, trained = shape.parameters, trained_share * shape.parameters
     if choice is None and plugin is None:
-        return Memory(_without_deepspeed(args, shape, processes), 0.0)
+        return Memory(_without_deepspeed(args, shape, processes, trained), 0.0)
+    weight = 2 if args.mixed_precision == "bf16" else 4
+    own, own_trained = parameters / processes, trained / processes
     if choice is None:
         stage = plugin.deepspeed_config.get("zero_optimization", {}).get("stage", 0)
-        return Memory(4 * parameters + 12 * own if stage else 16 * parameters, 0.0)
+        if stage:
+            return Memory(2 * parameters + 2 * trained + 12 * own_trained, 0.0)
+        return Memory(weight * parameters + (16 - weight) * trained, 0.0)
     return {
-        "none": Memory(16 * own, 0.0),
-        "optimizer": Memory((2 if args.mixed_precision == "bf16" else 4) * own, 18 * own),
-        "all": Memory(0.0, 20 * own),
+        "none": Memory(weight * own + (16 - weight) * own_trained, 0.0),
+        "optimizer": Memory(weight * own, 18 * own_trained),
+        "all": Memory(0.0, weight * own + (20 - weight) * own_trained),
     }[choice]
 
 
-def _without_deepspeed(args: Arguments, shape: Shape, processes: int) -> float:
+def _without_deepspeed(args: Arguments, shape: Shape, processes: int, trained: float) -> float:
     """Return the bytes of weights, gradients and moments in plain PyTorch, where every process holds them all."""
     in_bf16 = args.mixed_precision == "bf16"
     weight = 2 if keeps_weights_in_bf16(args) else 4
     gradient = 0 if updates_in_backward(args, processes, None) else weight
     autocast = 2 if in_bf16 and weight == 4 else 0  # it keeps bf16 copies of all weights until forward ends
-    moments: float = 8 * shape.parameters
+    moments = 8 * trained
     if args.optimizer == "adamw8bit":
-        embedding = shape.vocabulary * shape.hidden  # whose moments are float32
-        moments = _MOMENTS_IN_8_BITS * (shape.parameters - embedding) + 8 * embedding
-    return (weight + gradient + autocast) * shape.parameters + moments
+        # Its moments are float32; where less than all is trained, it is not known of what.
+        embedding = min(trained, shape.vocabulary * shape.hidden)
+        moments = _MOMENTS_IN_8_BITS * (trained - embedding) + 8 * embedding
+    return (weight + autocast) * shape.parameters + gradient * trained + moments
 
 
-def optimizer_step_memory(choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int) -> float:
+def optimizer_step_memory(
+    choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int, trained_share: float = 1.0
+) -> float:
     """Estimate the bytes on the GPU that the optimizer's step works in, once activations are gone.
 
     A step in backward works on one parameter at a time, in what its layer has just freed.
@@ -62,11 +72,12 @@ def optimizer_step_memory(choice: str | None, args: Arguments, plugin: Any, shap
         plugin: Accelerate's for DeepSpeed, or None.
         shape: of the model.
         processes: of the launch.
+        trained_share: of the parameters that are trained.
     """
     if choice == "none":
-        return 12 * min(shape.parameters / processes, _MOST_AT_ONCE)
+        return 12 * min(trained_share * shape.parameters / processes, _MOST_AT_ONCE)
     if choice is not None or plugin is not None or updates_in_backward(args, processes, plugin):
         return 0.0
     if args.optimizer == "adamw8bit":  # both moments of one parameter in float32; assumed, not measured
         return 8 * shape.hidden * max(shape.vocabulary, shape.inner)
-    return 4 * shape.parameters  # PyTorch takes the root of all second moments at once
+    return 4 * trained_share * shape.parameters  # PyTorch takes the root of all second moments at once

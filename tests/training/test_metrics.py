@@ -120,7 +120,7 @@ def test_speed_and_utilisation(monkeypatch):
     clock = iter([100.0, 102.0, 110.0, 150.0, 154.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock), time=lambda: 7.0))
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
-    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: 1e6 * length)
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length, trained: 1e6 * length)
     meter = StepMeter(FourAlike(), Mesh(sequence_size=5), config=None, model=torch.nn.Linear(2, 2))
     shard = {"shift_labels": torch.arange(200).reshape(1, 200)}
     assert meter.count([shard]) == 800
@@ -221,7 +221,7 @@ def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length(monkey
     """Shards of 3 and of 5 tokens on two ranks a row: rows of 6 and of 10."""
     targets = [torch.tensor([[1, 2, -100], [-100, -100, 3]]), torch.tensor([[4, -100, 5, 6, 7]])]
     lengths = []
-    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: lengths.append(length) or 1.0)
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length, _: lengths.append(length) or 1.0)
     meter = StepMeter(FourAlike(), Mesh(sequence_size=2), config=None, model=torch.nn.Linear(2, 2))
     assert meter.count([{"shift_labels": each} for each in targets]) == 28
     record = meter.record(1, 2.5, 1e-5, 0.5)
@@ -231,7 +231,7 @@ def test_tokens_are_counted_over_all_ranks_and_rows_at_their_whole_length(monkey
 
 def test_documents_that_are_kept_apart_count_at_their_own_length(monkeypatch):
     lengths = []
-    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length: lengths.append(length) or 1.0)
+    monkeypatch.setattr(metrics, "flops_per_token", lambda config, parameters, length, _: lengths.append(length) or 1.0)
     meter = StepMeter(FourAlike(), Mesh(sequence_size=2), config=None, model=torch.nn.Linear(2, 2))
     documents = Documents.of_rows([[0, 2, 3], [0]], 8)
     meter.count([{"shift_labels": torch.ones(2, 4, dtype=torch.int64), "documents": documents}])

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any
 
 from ...data.token_rows import TokenRows
+from ...model.adapters import lora_settings
 from ..arguments import Arguments
 
 _ROWS_MEASURED = 1000  # their lengths
@@ -23,6 +24,7 @@ _FLAGS = (
     "max_grad_norm",
     "seed",
     "mixed_precision",
+    "train_only",
 )
 _OF_OLDER_CHECKPOINTS = {"optimizer": "adamw"}  # they were made before the flag was there
 
@@ -40,6 +42,7 @@ def settings_of(args: Arguments, data_size: int, rows: TokenRows) -> dict[str, A
     settings["rows_per_step"] = args.batch_size * args.gradient_accumulate_every * data_size
     # None where documents are not kept apart, as in checkpoints of versions that could not do it.
     settings["documents"] = [args.documents_begin_with, args.documents_end_with] if args.respect_documents else None
+    settings["lora"] = lora_settings(args)
     if args.lr_scheduler != "constant":
         settings["max_train_steps"] = args.max_train_steps
     return settings
