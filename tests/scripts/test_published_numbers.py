@@ -293,7 +293,7 @@ def test_sentences_about_saving():
     expected = {
         r"([\d.]+) B parameters on one H200 \(([\d.]+) GB,": (row["parameters"] / 1e9, row["gigabytes"]),
         r"training waited (\d+) s": [row["waited_seconds"]],
-        r"files were whole after (\d+) s": [row["write_seconds"]],
+        r"files were complete after (\d+) s": [row["write_seconds"]],
         r"steps meanwhile took (\d+ %) longer": [row["slowest_step_seconds"] / row["step_seconds"] - 1],
     }
     assert_sentences(TRAINING, expected)
