@@ -5,6 +5,7 @@
 #   bash run_tests.sh --fast              # while you work: without the tests that start processes, about 5 minutes
 #   bash run_tests.sh --slow              # and the long tests
 #   bash run_tests.sh tests/modes/test_modes.py -k ring     # other words go to pytest
+#   TEST_PROCESSES=1 bash run_tests.sh                      # one test file at a time
 set -euo pipefail
 cd "$(dirname "$0")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores
@@ -24,4 +25,5 @@ echo "== mypy"
 .venv/bin/mypy
 step=pytest
 echo "== pytest"
-.venv/bin/python -m pytest "$@"
+# Two test files at a time, which two cores bear: most tests use one core or wait for processes.
+.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
