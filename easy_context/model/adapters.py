@@ -114,7 +114,8 @@ def _targets(model: Any, words: list[str]) -> list[str] | str:
         is_name = len(words) > 1 or re.fullmatch(r"[\w.]+", word)
         found = {name for name in names if (f".{name}".endswith(f".{word}") if is_name else re.fullmatch(word, name))}
         if not found:
-            kinds = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if type(m) is torch.nn.Linear})
+            linear = {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear}
+            kinds = sorted({n.rsplit(".", 1)[-1] for n, m in linear.items() if m is not model.get_output_embeddings()})
             raise ValueError(
                 f"--lora-targets {word} fits no layer of this model: give some of {', '.join(kinds[:12])}, a regular "
                 "expression that matches whole names such as model.layers.0.self_attn.q_proj, or all-linear"

@@ -110,7 +110,7 @@ def _set_up_logs(is_main_process: bool) -> None:
         disable_progress_bar()  # of loading weights
     logging.getLogger("easy_context").setLevel(logging.INFO if is_main_process else logging.WARNING)
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_enable)?` is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching", UserWarning)
 
 
