@@ -2,7 +2,7 @@
 # Sets up .venv, checks style and types, runs the tests.
 #
 #   bash run_tests.sh                     # what every change must pass; no GPU needed
-#   bash run_tests.sh --fast              # while you work: without the tests that start processes, about 5 minutes
+#   bash run_tests.sh --fast              # while you work: without the tests that start processes
 #   bash run_tests.sh --slow              # and the long tests
 #   bash run_tests.sh tests/modes/test_modes.py -k ring     # other words go to pytest
 #   TEST_PROCESSES=1 bash run_tests.sh                      # one test file at a time

@@ -128,7 +128,7 @@ def starts_of(seed: int, batch: int, length: int, edges: int) -> Starts:
     return random_starts(random.Random(seed), batch, length, edges)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_packed_rows_are_as_documents_apart(pool, world_size):
     """Every mode, with and without checkpointing, positions that start anew and that go on; the length is padded."""
     settings = []

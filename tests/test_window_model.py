@@ -51,7 +51,9 @@ def run_settings(rank: int, world_size: int, settings: list[Setting]) -> list:
     return results if rank == 0 else None
 
 
-@pytest.mark.parametrize("world_size", HEADS)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow), 4]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_loss_and_gradients_are_those_of_the_plain_model(pool, mode, world_size):
     heads = HEADS[world_size]

@@ -256,7 +256,7 @@ def logits_of_adapter(folder: Path, base: Path) -> torch.Tensor:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("launch", ["ddp", "zero3"])
+@pytest.mark.parametrize("launch", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_runs_train_alike_save_an_adapter_or_a_plain_model_and_resume(train, assets, launch):
     from transformers import AutoModelForCausalLM
 
