@@ -1,12 +1,13 @@
-"""Needle in a haystack, and a RULER-like set of tasks, over lengths x depths x samples.
+"""Run needle in a haystack, or a RULER-like set of tasks, over lengths x depths x samples.
 
     python eval_needle.py --model MODEL --max_context_length 8192
     torchrun --nproc-per-node 8 eval_needle.py --model MODEL --min_context_length 50000 --max_context_length 1000000 \
         --context_interval 50000 --depth_interval 0.1 --num_samples 5 --num_distractor 7
     python eval_needle.py --model MODEL --task niah_multikey variable_tracking common_words --format chat --few_shot 1
 
-An answer counts when greedy decoding would write it exactly; one forward pass decides that. Every finished cell is
-written at once, and the same command goes on from there. Tasks, templates and files: docs/evaluation.md.
+An answer counts if greedy decoding would write it exactly; one forward pass decides that. Each cell is written as soon
+as it is finished, and the same command resumes an interrupted run. docs/evaluation.md explains tasks, templates and
+files.
 """
 
 from easy_context.common.flags import refusals

@@ -1,13 +1,13 @@
-"""Perplexity as a function of context length and position, one forward pass a document.
+"""Measure perplexity by context length and position, in one forward pass per document.
 
     python eval_ppl.py -m MODEL --text data/haystack/emma.txt --max-tokens 32768
     python eval_ppl.py -m BEFORE -m AFTER --text emma.txt --min-tokens 4096 --max-tokens 131072 --output-file emma.csv
     torchrun --nproc-per-node 8 eval_ppl.py -m MODEL --tokenized emozilla/proofpile-test-tokenized \
         --dataset-min-tokens 500000 --samples 20 --min-tokens 50000 --max-tokens 500000 --tokens-step 50000
 
-Writes a CSV with one row per model, document and length, and beside it a JSON with the means over all tokens, by length
-and by position, and a picture of the curves. The same command goes on with an unfinished run. The files, and what each
-number means: docs/evaluation.md.
+The output is a CSV with one row per model, document and length, a JSON with the means over all tokens by length and by
+position, and a picture of the curves. The same command resumes an unfinished run. docs/evaluation.md explains the files
+and each number.
 """
 
 import os
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
             for done, job in enumerate(jobs, start=1):
                 with loading.load_scorer(job.name, job.config, args, device, args.aggressive_memory) as scorer:
                     run.measure_documents(args, job, scorer, journal)
-                if first_process:  # after each model, so that none is lost
+                if first_process:  # after each model, so that an interruption loses no finished one
                     run.write_results(args, jobs[:done], journal)
         if first_process:
             journal.remove()

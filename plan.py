@@ -1,4 +1,4 @@
-"""How long a row can these GPUs train, and what does a step take? A forecast by arithmetic; no GPU, no weights.
+"""Forecast the memory and time of a training step and the longest row that fits, without GPUs or weights.
 
     # Llama-3-8B on eight H100s, rows of 512K tokens
     python plan.py --gpus 8 --card H100 --host-memory 1000 --model meta-llama/Meta-Llama-3-8B --seq-length 524288
@@ -6,8 +6,8 @@
     # known cards
     python plan.py --list
 
-All flags of train.py are taken too and mean the same. Prints memory by part, the memory plan, the time of a step, the
-longest row that fits, and the line that trains. docs/training.md says how near forecasts are to measurements.
+All flags of train.py work here, too, with the same meaning. The output is memory by part, the memory plan, the time of
+a step, the longest row that fits, and the launch command. docs/training.md compares forecasts with measurements.
 """
 
 import argparse
@@ -20,21 +20,23 @@ from easy_context.training.arguments import parse_arguments
 
 
 def parse_machines() -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags about GPUs, and the others, which are train.py's."""
+    """Return the flags about GPUs, and the remaining words, which are train.py's flags."""
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the known cards and end")
-    parser.add_argument("--gpus", type=whole_number(1), default=1, help="GPUs in all (default: 1)")
-    parser.add_argument("--card", default="H200", help="what they are; --list names those known (default: H200)")
-    parser.add_argument("--gpu-memory", type=number(1), help="gigabytes of each GPU, as sold; default: the card's")
+    parser.add_argument("--list", action="store_true", help="print the known cards and exit")
+    parser.add_argument("--gpus", type=whole_number(1), default=1, help="total number of GPUs (default: 1)")
+    parser.add_argument("--card", default="H200", help="GPU model; --list shows the known ones (default: H200)")
+    parser.add_argument("--gpu-memory", type=number(1), help="gigabytes of each GPU (default: as the card is sold)")
     parser.add_argument(
-        "--host-memory", type=number(1), default=256.0, help="gigabytes of each machine that are free (default: 256)"
+        "--host-memory", type=number(1), default=256.0, help="free gigabytes on each machine (default: 256)"
     )
-    parser.add_argument("--gpus-per-machine", type=whole_number(1), default=8, help="default: 8")
+    parser.add_argument(
+        "--gpus-per-machine", type=whole_number(1), default=8, help="number of GPUs in a machine (default: 8)"
+    )
     return parser.parse_known_args()
 
 
 def launcher(gpus: int, gpus_per_machine: int, optimizer: str) -> str:
-    """Return the words that start train.py on so many GPUs, under DeepSpeed where the optimizer runs so."""
+    """Return the command that starts train.py on this many GPUs, under DeepSpeed if the optimizer supports it."""
     machines = math.ceil(gpus / gpus_per_machine)
     if optimizer == "adamw" or gpus == 1:
         several = "single_node" if machines == 1 else "two_node"

@@ -4,7 +4,7 @@ python plot.py perplexity before.csv after.csv --output perplexity.png
 python plot.py needle output/needle/MODEL/cells.jsonl --output needle.png
 python plot.py loss output/stage1/metrics.jsonl output/stage2/metrics.jsonl --labels "stage 1" "stage 2"
 
-Without the word perplexity, needle or loss in front, the files hold perplexity, as for the original project's plot.py:
+If the first word is not perplexity, needle or loss, the files hold perplexity, as for the original project's plot.py:
 
 python plot.py data/debug.csv --xmax 550000 --ymax 2 --ymin 1.5
 """
@@ -18,7 +18,7 @@ from easy_context.evaluation import plots, results
 from easy_context.evaluation.axes import Limits
 
 LIMITS = ("xmin", "xmax", "ymin", "ymax")
-# Kind of picture -> flags that it cannot honour.
+# Kind of picture -> flags that it does not support.
 KINDS = {"perplexity": (), "needle": ("labels", "trained_length", *LIMITS), "loss": ("trained_length",)}
 
 
@@ -39,23 +39,23 @@ def build_parser() -> FlagParser:
         "--output",
         "-o",
         type=Path,
-        help="picture (.png, .pdf, .svg), or folder for it; default: the first file's name with .png; needle draws one "
-        "picture a file",
+        help="picture (.png, .pdf, .svg), or folder for it; default: the first file's name with .png. needle draws one "
+        "picture for each file",
     )
-    parser.add_argument("--labels", nargs="+", help="names of the curves, in order")
-    parser.add_argument("--title", default="", help="title above the picture; default: what it shows")
+    parser.add_argument("--labels", nargs="+", help="names of the curves, in the order of the files")
+    parser.add_argument("--title", default="", help="title above the picture; default: its content")
     parser.add_argument(
         "--trained-length",
         type=whole_number(1),
         nargs="+",
         metavar="TOKENS",
-        help="perplexity: tokens of the rows that the models were trained on, one for all curves or one for each in "
-        "order; default: as the CSV has it",
+        help="perplexity: length of the rows that the models were trained on, one number for all curves or one for "
+        "each; default: the CSV's",
     )
     for name in LIMITS:
         what = "context length or step" if name[0] == "x" else "perplexity or loss"
         side = "smallest" if name.endswith("min") else "largest"
-        parser.add_argument(f"--{name}", type=number(), help=f"{side} {what} shown; default: fits the data")
+        parser.add_argument(f"--{name}", type=number(), help=f"{side} {what} shown; default: from the data")
     return parser
 
 
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the flags, with the `kind` of picture, the `limits` of its axes, and its `outputs`.
 
     Raises:
-        ValueError: a flag that this kind of picture cannot honour, or files that are in each other's way.
+        ValueError: a flag is not supported for this kind of picture, or files would overwrite each other.
         FileNotFoundError: a file does not exist.
     """
     args = build_parser().parse_args(arguments)
@@ -94,14 +94,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def picture_of(file: Path, output: Path | None) -> Path:
-    """Return where the picture of `file` goes, with its ending.
+    """Return the path of the picture of `file`, with its ending.
 
     Args:
-        file: what is drawn.
-        output: the flag: a file, one without ending, a folder, or None.
+        file: file with the results to draw.
+        output: value of the flag: a file with or without ending, a folder, or None.
 
     Raises:
-        ValueError: an ending that is no kind of picture.
+        ValueError: the ending is not that of a picture.
     """
     if output is None:
         return file.with_suffix(".png")
@@ -115,10 +115,10 @@ def picture_of(file: Path, output: Path | None) -> Path:
 
 
 def labels_of(names: list[str], labels: list[str] | None) -> list[str]:
-    """Return the labels of curves: those of the flag, or names made short.
+    """Return the labels of the curves: those of the flag, or shortened names.
 
     Raises:
-        ValueError: another number of labels than curves, or curves of one name.
+        ValueError: the number of labels is not that of the curves, or curves have the same name.
     """
     if labels is not None and len(labels) != len(names):
         raise ValueError(f"--labels: {len(labels)} for {len(names)} curves ({', '.join(names)})")
@@ -130,7 +130,7 @@ def labels_of(names: list[str], labels: list[str] | None) -> list[str]:
 
 
 def draw_perplexity(args: argparse.Namespace) -> None:
-    """Draw the curves of all files, with the labels and trained lengths of the flags where they are given."""
+    """Draw the curves of all files, with the labels and trained lengths of the flags if these are given."""
     found = [(file, curve) for file in args.files for curve in results.read_perplexity(file)]
     names = [curve.label for _, curve in found]
     if len(set(names)) < len(names):  # one model in several files: the files tell them apart
@@ -157,7 +157,7 @@ def draw_loss(args: argparse.Namespace) -> None:
 
 
 def draw_needle(args: argparse.Namespace) -> None:
-    """Draw the cells of each file in a picture of its own."""
+    """Draw the cells of each file in a separate picture."""
     read = [results.read_cells(file) for file in args.files]
     for file, (_, cells) in zip(args.files, read, strict=True):
         tasks = sorted({cell["task"] for cell in cells})
@@ -168,7 +168,7 @@ def draw_needle(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Draw, or say what is wrong."""
+    """Draw the picture, or exit with a message."""
     with refusals("plot.py"):
         args = parse_arguments(arguments)
         {"perplexity": draw_perplexity, "needle": draw_needle, "loss": draw_loss}[args.kind](args)

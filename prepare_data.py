@@ -16,7 +16,7 @@ from easy_context.data.preparation.arguments import parse_arguments
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check the arguments, prepare the rows, print what came out."""
+    """Check the arguments, prepare the rows and print a summary."""
     options = parse_arguments(arguments)
 
     from easy_context.data.preparation.pipeline import prepare
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Handle a signal: unwind, so that workers end; the same signal once more ends this process at once.
+    """Handle a signal: unwind, so that the workers end. The same signal a second time ends this process at once.
 
     Raises:
         KeyboardInterrupt: with the number of the signal.

@@ -1,4 +1,4 @@
-"""Flags that both evaluations share."""
+"""The flags that both evaluations have."""
 
 import argparse
 
@@ -7,40 +7,42 @@ from ..kernels import KERNELS
 from ..modes import MODES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MOST_LENGTHS = 100_000  # in a grid; more are a slip of the pen
+MOST_LENGTHS = 100_000  # in a grid; more are a typing error
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say how a model is loaded and spread over processes."""
+    """Add the flags that set how a model is loaded and run on several processes."""
     group = parser.add_argument_group("running the model")
     group.add_argument(
         "--parallel_mode",
         choices=MODES,
-        help="how one row is split over processes; default: data_parallel on one process, zigzag_ring_attn on several",
+        help="how a row is split over processes; default: data_parallel on one process, zigzag_ring_attn on several",
     )
     group.add_argument(
         "--sequence-parallel-size",
         type=whole_number(1),
-        help="processes that share a row (default: all); groups of them work on different rows",
+        help="number of processes that share a row (default: all); several groups evaluate different rows",
     )
-    group.add_argument("--attn-kernel", default="auto", choices=("auto", *KERNELS), help="attention backend")
     group.add_argument(
-        "--dtype", default="auto", choices=DTYPES, help="of the weights; auto: bfloat16 on a GPU, float32 on a CPU"
+        "--attn-kernel", default="auto", choices=("auto", *KERNELS), help="attention kernel (default: the fastest)"
+    )
+    group.add_argument(
+        "--dtype", default="auto", choices=DTYPES, help="dtype of the weights; auto: bfloat16 on GPUs, else float32"
     )
     group.add_argument(
         "--rope-theta",
         type=positive,
-        help="RoPE base to evaluate with instead of the checkpoint's (other scaling is kept)",
+        help="RoPE base in place of the checkpoint's; any other scaling is kept",
     )
 
 
 def add_resume_flag(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add `--resume`; `output` is the flag that names where results go."""
+    """Add `--resume`; `output` is the flag that names the place of the results."""
     parser.add_argument(
         "--resume",
         choices=("auto", "none"),
         default="auto",
-        help=f"auto, the default: go on with an unfinished run of the same settings in {output}; none: start anew",
+        help=f"auto (default): resume an unfinished run with the same settings in {output}; none: start again",
     )
 
 

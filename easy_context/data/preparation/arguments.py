@@ -1,4 +1,4 @@
-"""Flags of `prepare_data.py`, all checked before a tokenizer or a data library is loaded."""
+"""The flags of `prepare_data.py`, which are all checked before a tokenizer or a data library loads."""
 
 import argparse
 import os
@@ -14,12 +14,12 @@ from .settings import Settings
 from .sources import Source, parse_source
 
 MOST_DIGITS = 18
-MOST_FACTS = 250  # in 1000 tokens; no fact with its question is shorter than four tokens
+MOST_FACTS = 250  # per 1000 tokens, since a fact with its question has at least four tokens
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for; `settings` decides the rows, the rest where and how fast."""
+    """The command line: `settings` determines the rows; the other fields set folders and speed."""
 
     settings: Settings
     output_dir: Path
@@ -29,7 +29,7 @@ class Options:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser; its help is the reference of the flags."""
+    """Return the parser; its help is the reference for the flags."""
     parser = FlagParser(
         prog="prepare_data.py",
         description="Tokenise documents and pack them into rows of one length, saved with save_to_disk.",
@@ -53,18 +53,18 @@ def _add_input_flags(group) -> None:
         **source,
     )
     group.add_argument(
-        "--validation-input", dest="validation_sources", default=[], help="sources that only validate", **source
+        "--validation-input", dest="validation_sources", default=[], help="sources for validation only", **source
     )
     group.add_argument(
         "--text-field",
-        help="field of the text in JSON, parquet and datasets, taken whatever else a record holds; without this "
-        'flag "text", where a record holds neither messages nor prompt and response',
+        help="field of the text in JSON, parquet and datasets; the other fields of a record are then ignored. Without "
+        'this flag, "text" is read from records that have neither messages nor prompt and response',
     )
     group.add_argument(
         "--document-start",
         type=_regular_expression,
         metavar="REGEX",
-        help="in text files a document begins at each line that matches; without it a file is one document",
+        help="in text files, a document begins at each matching line; without this flag, a file is one document",
     )
     group.add_argument("--strict", action="store_true", help="stop at a bad record instead of counting it")
 
@@ -73,27 +73,28 @@ def _add_row_flags(group) -> None:
     group.add_argument(
         "--tokenizer", type=_tokenizer_name, required=True, help="folder or hub name of the model or its tokenizer"
     )
-    group.add_argument("--seq-length", type=whole_number(1), required=True, help="tokens of a row")
+    group.add_argument("--seq-length", type=whole_number(1), required=True, help="number of tokens in a row")
     group.add_argument("--separator", help="token after each document (default: the end-of-sequence token)")
     group.add_argument(
         "--validation-fraction",
         type=number(0, 0.99),
         default=0.0,
-        help="share of each source held out, in whole documents",
+        help="share of each source to hold out for validation, in complete documents",
     )
     group.add_argument(
         "--upsample-long",
         type=number(1),
         default=1.0,
-        help="weight of long documents against short ones of the same source; the mix of sources stays (5 is usual)",
+        help="weight of long documents relative to short ones of the same source (5 is usual); the shares of the "
+        "sources stay the same",
     )
     group.add_argument(
-        "--long-from", type=whole_number(1), default=4096, help="tokens from which a document counts as long"
+        "--long-from", type=whole_number(1), default=4096, help="documents of at least this many tokens are long"
     )
     group.add_argument(
         "--train-tokens",
         type=whole_number(1),
-        help="go over the documents again, or stop early, for about so many tokens",
+        help="approximate number of training tokens: documents are repeated, or the pass stops early, to reach it",
     )
     group.add_argument("--seed", type=whole_number(0), default=0, help="seed of every random choice")
 
@@ -103,14 +104,14 @@ def _add_retrieval_flags(group) -> None:
         "--retrieval-fraction",
         type=number(0, 1),
         default=0.0,
-        help="share of the train rows into whose text facts and questions about them are written",
+        help="share of the train rows into which facts and questions about them are inserted",
     )
     group.add_argument(
         "--retrieval-facts",
         dest="retrieval_facts_per_thousand",
         type=number(0.001, MOST_FACTS),
         default=1.0,
-        help="facts for 1000 tokens of a retrieval row, at least one",
+        help="facts per 1000 tokens of a retrieval row; a row gets at least one",
     )
     group.add_argument(
         "--retrieval-text-labels",
@@ -119,31 +120,31 @@ def _add_retrieval_flags(group) -> None:
         help="share of the text of a retrieval row that is learned",
     )
     group.add_argument(
-        "--retrieval-digits", type=_digits, default="4-9", help="fewest and most digits of a fact's number"
+        "--retrieval-digits", type=_digits, default="4-9", help="minimum and maximum digits of a fact's number"
     )
     group.add_argument(
         "--retrieval-templates",
         type=read_templates,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="JSON list of {statement, question, answer} with {name} and {value}, for own facts",
+        help="file with your own facts: a JSON list of {statement, question, answer}, with {name} and {value} in them",
     )
 
 
 def _add_run_flags(group) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    group.add_argument("--output-dir", type=Path, required=True, help="gets train/, validation/ and the report")
-    group.add_argument("--work-dir", type=Path, help="keep the tokenised documents here, to reuse them in other runs")
+    group.add_argument("--output-dir", type=Path, required=True, help="folder for train/, validation/ and the report")
+    group.add_argument("--work-dir", type=Path, help="folder to keep the tokenised documents in, for use by other runs")
     group.add_argument(
         "--num-workers",
-        type=whole_number(1, max(64, 4 * cores)),  # more than a process a core is no faster
+        type=whole_number(1, max(64, 4 * cores)),  # more than one process per core is not faster
         default=cores,
-        help="tokenising processes",
+        help="number of tokenising processes",
     )
     group.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace rows that other settings left there, once the new ones are whole",
+        help="replace rows that were made with other settings, after the new rows are complete",
     )
 
 
@@ -177,10 +178,10 @@ def _digits(text: str) -> tuple[int, int]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> Options:
-    """Parse and check the command line; exit with a message where one flag cannot work.
+    """Parse and check the command line; exit with a message if the value of a flag is invalid.
 
     Raises:
-        ValueError: flags that do not go together, or a folder that cannot be used; names the flag and the remedy.
+        ValueError: flags exclude each other, or a folder cannot be used; the message names the flag and the remedy.
     """
     values = vars(build_parser().parse_args(arguments))
     run = {name: values.pop(name) for name in ("output_dir", "num_workers", "work_dir", "overwrite")}

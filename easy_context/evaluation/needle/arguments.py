@@ -1,4 +1,4 @@
-"""eval_needle.py's flags, checked as far as that goes without loading anything."""
+"""eval_needle.py's flags, and the checks of them that load nothing."""
 
 import argparse
 from pathlib import Path
@@ -10,15 +10,15 @@ from .needle_task import MOST_DIGITS, NEEDLE_TEMPLATE
 from .ruler_tasks import RULER_TASKS
 
 MODEL = "PY007/Llama2-7B-64K"  # as in the original project
-SMALLEST_DEPTH_INTERVAL = 0.001  # a smaller one is a slip of the pen
+SMALLEST_DEPTH_INTERVAL = 0.001  # a smaller one is a typing error
 
 
 def build_parser() -> FlagParser:
     """Return the parser."""
     parser = FlagParser(
-        description="Needle in a haystack, and a RULER-like set of tasks, over lengths x depths x samples."
+        description="Run needle in a haystack, or a RULER-like set of tasks, over lengths x depths x samples."
     )
-    parser.add_argument("--model", default=MODEL, help="path or hub name (default: %(default)s)")
+    parser.add_argument("--model", default=MODEL, help="folder or hub name (default: %(default)s)")
     parser.add_argument(
         "--task",
         nargs="+",
@@ -43,32 +43,32 @@ def _add_grid_flags(group: argparse._ArgumentGroup) -> None:
         "--min_context_length",
         type=int,
         default=1024,
-        help="shortest prompt, in tokens with its answer (default: %(default)s)",
+        help="shortest prompt in tokens, including its answer (default: %(default)s)",
     )
     group.add_argument(
-        "--max_context_length", type=int, default=8192, help="longest prompt, in tokens (default: %(default)s)"
+        "--max_context_length", type=int, default=8192, help="longest prompt in tokens (default: %(default)s)"
     )
     group.add_argument(
         "--context_interval",
         type=whole_number(0),
         default=0,
-        help="tokens from one length to the next; 0, the default, doubles the length",
+        help="step between lengths in tokens; with 0 (default) each length is twice the previous one",
     )
     group.add_argument(
         "--depth_interval",
         type=number(SMALLEST_DEPTH_INTERVAL, 1),
         default=0.1,
-        help="step from one depth to the next, as a share of the haystack (default: %(default)s)",
+        help="step between depths, as a share of the haystack (default: %(default)s)",
     )
     group.add_argument(
-        "--num_samples", type=whole_number(1), default=1, help="prompts in a cell (default: %(default)s)"
+        "--num_samples", type=whole_number(1), default=1, help="number of prompts in a cell (default: %(default)s)"
     )
     group.add_argument("--seed", type=int, default=0, help="seed of numbers, names and passages (default: %(default)s)")
     group.add_argument(
         "--batch_tokens",
         type=whole_number(1),
         default=65536,
-        help="run the samples of a cell together up to this many tokens (default: %(default)s)",
+        help="maximum number of tokens in a batch of a cell's samples (default: %(default)s)",
     )
 
 
@@ -78,12 +78,12 @@ def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         "--format",
         choices=("plain", "chat"),
         default="plain",
-        help="plain text, the default, or the tokenizer's chat template",
+        help="plain text (default), or the tokenizer's chat template",
     )
     group.add_argument(
-        "--few_shot", type=whole_number(0), default=0, help="worked examples before the question (default: %(default)s)"
+        "--few_shot", type=whole_number(0), default=0, help="solved examples before the question (default: %(default)s)"
     )
-    group.add_argument("--prompt-template", default="", help="the whole prompt, with {haystack} and {question}")
+    group.add_argument("--prompt-template", default="", help="complete prompt, with {haystack} and {question}")
 
 
 def _add_needle_flags(group: argparse._ArgumentGroup) -> None:
@@ -91,22 +91,22 @@ def _add_needle_flags(group: argparse._ArgumentGroup) -> None:
         "--num_needles",
         type=whole_number(1),
         default=1,
-        help="needles, spread from the cell's depth to the end (default: %(default)s)",
+        help="number of needles, spread from the cell's depth to the end (default: %(default)s)",
     )
     group.add_argument(
-        "--ask", choices=("one", "all"), default="one", help="ask for the first needle, the default, or for every one"
+        "--ask", choices=("one", "all"), default="one", help="ask for the first needle (default), or for all of them"
     )
     group.add_argument(
         "--num_distractor",
         type=whole_number(0),
         default=0,
-        help="sentences like needles, at random depths, that are not asked for (default: %(default)s)",
+        help="number of sentences in the needle's form at random depths (default: %(default)s)",
     )
     group.add_argument(
         "--rnd_number_digits",
         "--digits",
         type=whole_number(1, MOST_DIGITS),
-        help="digits of the numbers of any task (default: 7, and 5 for variable_tracking)",
+        help="number of digits in the numbers of all tasks (default: 7, and 5 for variable_tracking)",
     )
     group.add_argument(
         "--needle-template", default=NEEDLE_TEMPLATE, help="sentence with {key} and {value} (default: %(default)r)"
@@ -115,7 +115,7 @@ def _add_needle_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--answer-template",
         default="",
-        help="answer with {value}: what is before it is given to the model, the rest must be written",
+        help="answer with {value}; the part before {value} is given to the model, which must write the rest",
     )
 
 
@@ -123,7 +123,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the flags, with the `lengths` and `depths` of the grid.
 
     Raises:
-        ValueError: a value that cannot be honoured, naming its flag.
+        ValueError: a value is not supported; the message names its flag.
     """
     args = build_parser().parse_args(arguments)
     flags = ("--min_context_length", "--max_context_length", "--context_interval")

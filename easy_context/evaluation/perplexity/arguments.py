@@ -1,4 +1,4 @@
-"""eval_ppl.py's flags, checked as far as that goes without loading anything."""
+"""eval_ppl.py's flags, and the checks of them that load nothing."""
 
 import argparse
 from pathlib import Path
@@ -7,48 +7,56 @@ from ...common.files import check_writable
 from ...common.flags import FlagParser, whole_number
 from ..arguments import add_model_flags, add_resume_flag, context_lengths
 
-# Files beside the CSV: means, picture, and what an unfinished run has measured so far.
+# Endings of the files next to the CSV: means, picture, and the results so far of an unfinished run.
 SUMMARY, PICTURE, UNFINISHED = ".json", ".png", ".unfinished.jsonl"
 
 
 def build_parser() -> FlagParser:
     """Return the parser."""
-    parser = FlagParser(description="Measure perplexity by context length and position, one forward pass a document.")
+    parser = FlagParser(
+        description="Measure perplexity by context length and position, in one forward pass per document."
+    )
     parser.add_argument(
-        "-m", "--model", action="extend", nargs="+", required=True, help="paths or hub names; several are compared"
+        "-m",
+        "--model",
+        action="extend",
+        nargs="+",
+        required=True,
+        help="folders or hub names; several models are compared",
     )
     _add_document_flags(parser.add_argument_group("documents"))
     parser.add_argument(
         "--output-file",
         type=Path,
         default=Path("output/perplexity.csv"),
-        help="CSV; a JSON and a PNG of the same name are written beside it (default: %(default)s)",
+        help="CSV file; a JSON and a PNG of the same name are written next to it (default: %(default)s)",
     )
     add_resume_flag(parser, "--output-file")
-    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length, in tokens (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length, in tokens (default: %(default)s)")
+    parser.add_argument("--min-tokens", type=int, default=256, help="shortest length in tokens (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="longest length in tokens (default: %(default)s)")
     parser.add_argument(
         "--tokens-step",
         type=whole_number(0),
         default=0,
-        help="tokens from one length to the next; 0, the default, doubles the length",
+        help="step between lengths in tokens; with 0 (default) each length is twice the previous one",
     )
     parser.add_argument(
         "--bucket-tokens",
         type=whole_number(1),
         default=4096,
-        help="end of the first range of positions, in tokens; each further range doubles it (default: %(default)s)",
+        help="end of the first range of positions in tokens; each later end is twice the previous one (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--sliding-window",
         type=whole_number(1),
         metavar="STRIDE",
-        help="read whole documents through windows of each length, moved on by STRIDE tokens, instead of in one pass",
+        help="evaluate complete documents in windows of each length that move by STRIDE tokens, instead of in one pass",
     )
     parser.add_argument(
         "--truncate",
         action="store_true",
-        help="with --sliding-window: cut documents to --max-tokens; a single pass always does",
+        help="with --sliding-window: cut documents to --max-tokens; without it they are always cut",
     )
     parser.add_argument(
         "--aggressive-memory",
@@ -62,23 +70,23 @@ def build_parser() -> FlagParser:
 
 def _add_document_flags(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", nargs="+", help="plain text files (.gz, .xz and .bz2 too), one document each")
+    source.add_argument("--text", nargs="+", help="text files (also .gz, .xz and .bz2), one document each")
     source.add_argument(
         "-d",
         "--dataset",
-        help="dataset of text, a document a row: save_to_disk folder, parquet, JSON or hub name",
+        help="dataset of text with one document per row: save_to_disk folder, parquet, JSON or hub name",
     )
-    source.add_argument("--tokenized", help="dataset of input_ids, in the same forms")
+    source.add_argument("--tokenized", help="dataset of input_ids, of the same kinds")
     group.add_argument("-f", "--feature", help="column of --dataset that holds the text; default: text")
     group.add_argument("-s", "--subset", help="configuration of --dataset or --tokenized on the hub")
     group.add_argument("--split", help="split of --dataset or --tokenized; default: test, else validation, else train")
     group.add_argument("--dataset-min-tokens", type=int, help="skip documents with fewer tokens; default: --min-tokens")
-    group.add_argument("--samples", type=whole_number(1), help="at most this many documents; default: all")
+    group.add_argument("--samples", type=whole_number(1), help="maximum number of documents; default: all")
     group.add_argument(
         "--save-tokenized",
         type=Path,
         metavar="FOLDER",
-        help="only tokenise --dataset or --text for the first --model, every document, and save that for --tokenized",
+        help="tokenise all documents of --dataset or --text for the first --model, save them for --tokenized, and exit",
     )
 
 
@@ -86,7 +94,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the flags, with the `lengths` of the grid.
 
     Raises:
-        ValueError: a value that cannot be honoured, naming its flag.
+        ValueError: a value is not supported; the message names its flag.
     """
     args = build_parser().parse_args(arguments)
     flags = ("--min-tokens", "--max-tokens", "--tokens-step")
@@ -116,7 +124,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _check_document_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that the source of the documents cannot honour."""
+    """Raise ValueError for a flag that the source of the documents does not support."""
     source = next(name for name in ("text", "dataset", "tokenized") if getattr(args, name) is not None)
     for name, sources in (
         ("feature", ("dataset",)),
