@@ -115,7 +115,7 @@ def train(args: Arguments, watch: Watch) -> None:
     )
 
     def shard(batch: dict) -> dict:
-        """This rank's part of a batch of whole rows, as keyword arguments of the model."""
+        """Return this rank's part of a batch of complete rows, as keyword arguments of the model."""
         restart = args.document_positions == "restart"
         return shard_batch(args.parallel_mode, **batch, mesh=mesh, device=accelerator.device, restart_positions=restart)
 

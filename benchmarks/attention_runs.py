@@ -35,14 +35,14 @@ def make_inputs(args: argparse.Namespace, world: World, seq_length: int) -> Tens
 
 
 def local_inputs(method: AttentionMethod, whole: Tensors) -> tuple[Tensors, torch.Tensor]:
-    """This rank's q, k and v, which want gradients, and dout, contiguous in the layout that the method takes."""
+    """Return this rank's q, k and v, which require gradients, and dout, contiguous in the method's layout."""
     parts = [method.shard(tensor) for tensor in whole]
     parts = [(part.transpose(1, 2) if method.heads_first else part).contiguous() for part in parts]
     return tuple(part.requires_grad_() for part in parts[:3]), parts[3]
 
 
 def run_once(method: AttentionMethod, inputs: Tensors, dout: torch.Tensor) -> list[torch.Tensor]:
-    """Output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     out = method.run(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
@@ -110,7 +110,7 @@ class Stopwatch:
         self._device, self._marks = device, []
 
     def mark(self) -> None:
-        """What comes next belongs to the next interval."""
+        """Start the next interval."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()

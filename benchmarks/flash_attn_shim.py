@@ -41,7 +41,7 @@ def ensure_flash_attn() -> str | None:
 
 
 def _package() -> types.ModuleType:
-    """The package flash_attn: flash-attn-4 installs one without this module; otherwise an empty one is made."""
+    """Return the package flash_attn: flash-attn-4's, which lacks this module, or else a new empty one."""
     if importlib.util.find_spec("flash_attn") is not None:
         return importlib.import_module("flash_attn")
     package = types.ModuleType("flash_attn")

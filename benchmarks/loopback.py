@@ -32,7 +32,7 @@ def alone(settings: AttentionSettings, rank: int, size: int) -> AttentionMethod:
 
 @contextlib.contextmanager
 def _lone_rank(rank: int, size: int) -> Iterator[None]:
-    """A process group of `size` in which this process is `rank` and talks to itself, while the block runs."""
+    """Provide a process group of `size` inside the block, in which this process is `rank` and sends to itself."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with (

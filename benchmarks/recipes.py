@@ -58,7 +58,7 @@ class Recipe:
 
 
 def list_recipes(args: argparse.Namespace, world: World) -> list[Recipe]:
-    """The recipes that --methods names, in its order; "ours" once for every mode and memory plan."""
+    """Return the recipes of --methods in their order; "ours" occurs once for every mode and memory plan."""
     split_mode = "zigzag_ring_attn" if world.size > 1 else "data_parallel"
     flags = itertools.product(args.gradient_checkpointing, args.keep_attention)
     plans = args.memory_plan or dict.fromkeys(str(plan_of_flags(*pair)) for pair in flags)
@@ -118,7 +118,7 @@ def applied(recipe: Recipe, config: Any) -> Iterator[Any]:
 
 
 def build_model(recipe: Recipe, config: Any, device: torch.device, seed: int) -> torch.nn.Module:
-    """A model with random bf16 weights, made on `device`; the same weights for every recipe."""
+    """Return a model on `device` with random bf16 weights, which are the same for every recipe."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)

@@ -62,7 +62,7 @@ class ZigzagAllGather(ZigzagRingAttention):
         return self.unshard(list(shards.chunk(size)), dim=2)
 
     def _sum_home(self, dkv: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of dk and dv, summed over the ranks: `[2, batch, seq / size, kv_heads, head_dim]`."""
+        """Return this rank's shard of dk and dv, summed over ranks: `[2, batch, seq / size, kv_heads, head_dim]`."""
         size = self.ranks.size
         shards = torch.cat([type(self)(Ranks(rank, size)).shard(dkv, dim=2) for rank in range(size)])
         mine = shards.new_empty(2, *shards.shape[1:])
@@ -71,7 +71,7 @@ class ZigzagAllGather(ZigzagRingAttention):
 
 
 def _forward(kernel: AttentionKernel, q, k, v, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries that are the last of the row's keys so far: one call where the kernel aligns them so, else two."""
+    """Attend with queries at the end of the keys: one call if the kernel aligns queries to the end, else two."""
     if kernel.name in ALIGNED_AT_THE_END:
         return kernel._forward(q, k, v, scale, CAUSAL)  # past the check for equal lengths
     first = k.shape[1] - q.shape[1]

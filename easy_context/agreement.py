@@ -45,7 +45,7 @@ def check_together(check: Callable[[], Facts], group: dist.ProcessGroup | None, 
 
 
 def _message(problem: str | None, facts: Facts, group: dist.ProcessGroup | None, differ: str) -> str:
-    """The same text on every rank: the first rank's problem, or which facts differ and how."""
+    """Return the same text on every rank: the first rank's problem, or the facts that differ and their values."""
     reports: list = [None] * group_size(group)
     dist.all_gather_object(reports, (problem, facts), group=group)
     problems = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}

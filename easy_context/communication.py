@@ -7,19 +7,19 @@ import torch.distributed as dist
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Processes in `group`; 1 for None (no torch.distributed)."""
+    """Return the number of processes in `group`; 1 for None (no torch.distributed)."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in `group`; 0 for None."""
+    """Return this process's rank in `group`; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a tensor must lie for the collectives of `group`, or of the default group if it is None.
+    """Return the device on which tensors must be for the collectives of `group` (None: the default group).
 
-    That is this process's CUDA device under NCCL, else the CPU.
+    It is this process's CUDA device under NCCL, else the CPU.
     """
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())

@@ -227,7 +227,7 @@ def run_tests(copy: Path, module: str, limit: float) -> tuple[bool, str]:
 
 
 def try_mutant(copy: Path, mutant: dict, limit: float) -> dict:
-    """The mutant's record, with `seen` and `by`; the copy is put right again."""
+    """Return the mutant's record, with `seen` and `by`, and restore the copy."""
     path = copy / mutant["file"]
     source = path.read_bytes()
     text = source[: mutant["start"]] + mutant["after"].encode() + source[mutant["end"] :]

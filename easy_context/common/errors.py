@@ -1,11 +1,11 @@
-"""Turn other packages' exceptions into one-line reasons, and the package's own into the words of a command line."""
+"""Turn other packages' exceptions into one-line reasons, and name flags in the package's own errors."""
 
 import contextlib
 import importlib
 import re
 from collections.abc import Iterator
 
-# Arguments of the package's functions, whose errors name them, and the scripts' flags that set them.
+# Arguments that the errors of the package's functions name -> the scripts' flags that set these arguments.
 _FLAGS = {
     "seq_algo": "--parallel_mode",
     "sequence_parallel_size": "--sequence-parallel-size",
@@ -20,7 +20,7 @@ _FLAGS = {
 
 
 def first_line(reason: BaseException) -> str:
-    """Return an error's first line, with the next one if it ends in a colon; its type where it says nothing."""
+    """Return an error's first line, with the next one if it ends in a colon; the error's type if it has no text."""
     lines = str(reason).split("\n")
     lines = [line.strip() for line in lines if line.strip()]
     end = 2 if lines and lines[0].endswith(":") else 1
@@ -28,13 +28,13 @@ def first_line(reason: BaseException) -> str:
 
 
 def name_flags(message: str) -> str:
-    """Put the flags of the scripts in place of the names of arguments, for users of a command line."""
+    """Replace the names of arguments by the flags of the scripts, for users of a command line."""
     return re.sub(rf"(?<![\w/-])({'|'.join(_FLAGS)})(?![\w/])", lambda match: _FLAGS[match[0]], message)
 
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """Make a ValueError raised inside the block name flags where it named arguments."""
+    """Replace the names of arguments by flags in a ValueError that is raised inside the block."""
     try:
         yield
     except ValueError as error:

@@ -15,12 +15,12 @@ OPENERS: dict[str, Callable[..., IO]] = {".gz": gzip.open, ".xz": lzma.open, ".b
 
 
 def open_unpacked(path: Path, mode: str = "rb", **options: Any) -> IO:
-    """Open a file for reading; what a suffix in `OPENERS` says is compressed is unpacked."""
+    """Open a file for reading; a file with a suffix in `OPENERS` is decompressed."""
     return OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 
 
 def format_suffix(path: Path) -> str:
-    """Return the suffix that names the format, in lower case: the one before a suffix of compression."""
+    """Return the suffix of the format in lower case, which comes before a suffix of compression."""
     return (path.with_suffix("") if path.suffix.lower() in OPENERS else path).suffix.lower()
 
 
@@ -34,11 +34,11 @@ def null_for_nan(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name and rename it, so that `path` holds either the old text or all of the new.
+    """Write a file under another name and rename it, so that `path` contains either the old or the complete new text.
 
     Args:
-        path: the file; its folder is made if need be.
-        text: UTF-8, written as it is.
+        path: the file; its folder is made if it does not exist.
+        text: content, written as UTF-8 without changes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -50,7 +50,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def first_free(folder: Path, name: str) -> Path:
-    """Return the first path of `name`, in which {} stands for 1, 2, 3, ..., that `folder` does not hold."""
+    """Return the first path that does not exist in `folder`, with 1, 2, 3, ... in place of {} in `name`."""
     return next(path for number in itertools.count(1) if not (path := folder / name.format(number)).exists())
 
 
@@ -60,18 +60,18 @@ def nearest_existing(path: Path) -> Path:
 
 
 def probe_folder(folder: Path) -> None:
-    """Raise OSError unless a file can be written in `folder`; the mode bits do not know of read-only or full disks."""
+    """Raise OSError unless a file can be written in `folder`; mode bits do not show read-only or full disks."""
     tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Raise ValueError naming the flag unless `path` can be written; leaves no trace, whatever is there already."""
+    """Raise ValueError with the flag's name unless `path` can be written; existing files are not changed."""
     try:
         folder = nearest_existing(path.parent)  # raises if a name is too long
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         if path.exists():
-            with path.open("a"):  # adds nothing
+            with path.open("a"):  # checks that the file is writable, and adds nothing
                 pass
         probe_folder(folder)
     except OSError as reason:

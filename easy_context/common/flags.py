@@ -1,4 +1,4 @@
-"""Command lines: how flags are spelled, types that check a value, and refusals that are said once."""
+"""Command lines: the spelling of flags, types that check a value, and errors that only one process prints."""
 
 import argparse
 import contextlib
@@ -11,18 +11,18 @@ from typing import Any, NoReturn
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that takes every flag with dashes or underscores between its words, and none abbreviated.
+    """An argument parser that accepts flags with dashes or underscores between their words, but not abbreviated.
 
-    The original project spells some flags one way and some the other; a user should not have to remember which. An
-    abbreviation would take a flag that a script does not have for another one that begins alike. What is wrong is said
-    by one of the launched processes only.
+    The original project uses both spellings; a user should not have to remember which. With abbreviations, a flag that
+    a script does not have could be read as another one that begins with the same letters. Only one of the launched
+    processes prints an error.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args=None, namespace=None):
-        """Give known flags their own spelling before they are parsed."""
+        """Replace the spelling of known flags by the registered one before parsing."""
         known = {flag.replace("_", "-"): flag for flag in self._option_string_actions if flag.startswith("--")}
         spelled = []
         for word in sys.argv[1:] if args is None else args:
@@ -74,11 +74,11 @@ def _number(kind: Callable[[str], Any], wanted: str, least: float, most: float) 
 
 @contextlib.contextmanager
 def refusals(script: str, kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
-    """Turn an error about what the user gave into one message, and exit with code 1.
+    """Turn an error about the user's input into one message, and exit with code 1.
 
     Args:
-        script: its name, which begins the message.
-        kinds: the errors that are the user's to mend.
+        script: name of the script, with which the message begins.
+        kinds: the errors that the user can correct.
     """
     try:
         yield
@@ -88,9 +88,9 @@ def refusals(script: str, kinds: tuple[type[Exception], ...] = (ValueError, OSEr
 
 
 def let_first_process_speak(seconds: float = 30.0) -> None:
-    """Wait so long, except on the first process of each machine, which meets the same problem and says so.
+    """Wait for some seconds on all but the first process of each machine, which usually prints the same problem.
 
-    The launcher ends all processes as soon as one exits, so this returns only where the first process has no problem.
+    The launcher ends all processes as soon as one exits, so this returns only if the first process has no problem.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(seconds)

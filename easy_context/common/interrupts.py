@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a script with one line that says what is saved, without a stack trace.
+"""Handle Ctrl-C, SIGTERM and SIGUSR1: end a script with one line about what is saved, without a stack trace.
 
-A script that can save its work lets the first SIGTERM or SIGUSR1 only ask for that: job systems send them some time
-before they kill.
+In a script that can save its work, the first SIGTERM or SIGUSR1 only requests that: job systems send these signals
+some time before they kill a process.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-_SECONDS_OF_SILENCE = 3.0  # for which other processes stay, so that the first can speak before it sees them gone
-_SECONDS_OF_REPETITION = 5.0  # a launcher passes on the signal that the job system has sent to all processes
+_SECONDS_OF_SILENCE = 3.0  # other processes wait so long, so that the first can print its line before it sees their end
+_SECONDS_OF_REPETITION = 5.0  # a launcher passes on a signal that the job system has already sent to all processes
 
 
 class Interrupts:
-    """What signals have asked of this process.
+    """The requests of signals to this process.
 
     Attributes:
         asked_to_stop: whether the script is to save its work and end.
@@ -34,12 +34,12 @@ class Interrupts:
         """From now on, let the first SIGTERM or SIGUSR1 set `asked_to_stop`, and only a second one end this process.
 
         Args:
-            promise: says what the script does then; None to let every signal end it at once again.
+            promise: text about what the script does then; None: every signal ends the process at once again.
         """
         self._promise = promise
 
     def postpones(self, number: int) -> bool:
-        """Return whether the signal that has arrived need not end this process now; the first process says so."""
+        """Return whether the arrived signal does not end this process now; the first process prints a line about it."""
         if number == signal.SIGINT or self._promise is None:
             return False
         if self.asked_to_stop:
@@ -56,16 +56,16 @@ class Interrupts:
 
 @contextlib.contextmanager
 def end_on_signals(describe: Callable[[], str]) -> Iterator[Interrupts]:
-    """End this process at once when it is interrupted, with exit code 128 + signal; the first says what is saved.
+    """End this process at once on a signal, with exit code 128 + signal; the first process prints what is saved.
 
-    A thread does it, because the main thread may be waiting in a collective for a process that has gone already.
-    Signals that are ignored (as under nohup) stay so.
+    A thread does this, because the main thread may be waiting in a collective for a process that has already ended.
+    Ignored signals (as under nohup) stay ignored.
 
     Args:
-        describe: says what is saved; called in that thread, of the first process, when the end has come.
+        describe: returns a text about what is saved; called in that thread, on the first process, at the end.
 
     Yields:
-        What signals ask for, where the script can save its work first.
+        The requests of signals, for a script that can save its work first.
     """
     signals = [number for number in _NAMES if signal.getsignal(number) is not signal.SIG_IGN]
     reader, writer = os.pipe()
@@ -87,7 +87,7 @@ def end_on_signals(describe: Callable[[], str]) -> Iterator[Interrupts]:
 
 
 def _wait_and_end(reader: int, interrupts: Interrupts, describe: Callable[[], str]) -> None:
-    """Read the numbers of the signals that arrive, until one ends the process or nothing can arrive any more."""
+    """Read the numbers of arriving signals until one ends the process or no more can arrive."""
     while number := os.read(reader, 1):
         if number[0] not in _NAMES or interrupts.postpones(number[0]):
             continue

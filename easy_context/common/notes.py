@@ -1,4 +1,4 @@
-"""What a user should know, said once by one of the launched processes, before or after its logs are set up."""
+"""Notes to the user that one of the launched processes logs once, before or after logging is set up."""
 
 import functools
 import logging
@@ -9,6 +9,6 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def say_once(note: str) -> None:
-    """Log a line on the first process; the same line again is not logged."""
+    """Log a line on the first process, unless the same line was logged before."""
     if os.environ.get("RANK", "0") == "0":
         _log.warning(note)

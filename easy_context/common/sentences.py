@@ -1,6 +1,6 @@
-"""Where English sentences end: the places in real text at which another sentence can go in between.
+"""Find the ends of English sentences, at which another sentence can be inserted into a text.
 
-A missed end costs one place of many; a wrong one cuts a sentence in two. So what may be an abbreviation counts as one.
+A missed end loses one of many places; a wrong one splits a sentence. So a possible abbreviation counts as one.
 """
 
 import re
@@ -14,20 +14,20 @@ ABBREVIATIONS = frozenset((_TITLES + _OTHERS).split())
 _END = re.compile(r"(?<![.!?])([.!?]+)[\"'”’)\]]*(?=\s|$)")
 _LAST_WORD = re.compile(r"[\w.]+$")
 _INITIALS = re.compile(r"([A-Z]\.)*[A-Z]")
-_LONGEST_WORD = 32  # look back no further for a word that may be an abbreviation
+_LONGEST_WORD = 32  # the longest word that is checked for being an abbreviation
 
 
 def sentence_ends(text: str) -> list[int]:
-    """Return the offsets just behind every sentence of `text`.
+    """Return the offsets directly after every sentence of `text`.
 
-    A sentence ends with . ! or ? and any closing quotes and brackets, where white space or the end of the text follows.
-    The full stop of a title ("Mr."), of initials ("J.", "U.S.") and of "e.g." ends none.
+    A sentence ends with . ! or ? and any closing quotes and brackets, if white space or the end of the text follows.
+    The full stop of a title ("Mr."), of initials ("J.", "U.S.") or of "e.g." does not end a sentence.
     """
     return [match.end() for match in _END.finditer(text) if not _is_abbreviation(text, match)]
 
 
 def ends_sentence(text: str) -> bool:
-    """Return whether `text`, white space at its end aside, ends with the end of a sentence."""
+    """Return whether `text`, without white space at its end, ends with a complete sentence."""
     text = text.rstrip()[-2 * _LONGEST_WORD :]
     return bool(text) and sentence_ends(text)[-1:] == [len(text)]
 

@@ -115,7 +115,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _shown(column: str, mask: np.ndarray, length: int) -> slice:
-    """The tokens that an attention mask shows, which must lie together."""
+    """Return the tokens that an attention mask does not hide, which must be contiguous."""
     _check_length(column, mask, length)
     shown = mask.nonzero()[0]
     if not (mask[shown] == 1).all():

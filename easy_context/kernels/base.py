@@ -193,17 +193,17 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _dense_vectors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Backends take any strides but the last, which must be 1: some read other memory instead of complaining."""
+    """Return the tensors with a last stride of 1: some backends read wrong memory otherwise, without an error."""
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 
 def heads_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views `[batch, seq, heads, head_dim]` as `[batch, heads, seq, head_dim]`, and back: it is its own inverse."""
+    """Return `[batch, seq, heads, head_dim]` as views `[batch, heads, seq, head_dim]`; a second call undoes this."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
 def needs_cuda_half(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why a kernel for half precision on CUDA cannot serve, or None."""
+    """Return why a kernel for half precision on CUDA cannot run, or None if it can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -44,7 +44,7 @@ def _merge_on_cuda(out, lse, block_out, block_lse) -> None:
 
 @functools.cache
 def _triton_kernel():
-    """The compiled-at-first-use kernel, or None where Triton is missing (PyTorch for CUDA brings it)."""
+    """Return the kernel, which is compiled at its first use, or None without Triton (a part of PyTorch for CUDA)."""
     try:
         from .merge_triton import merge_kernel
     except ImportError:

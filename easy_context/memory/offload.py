@@ -20,7 +20,7 @@ class _HostBuffers:
         self._in_use = self._most = 0  # bytes
 
     def take(self, size: int) -> torch.Tensor:
-        """A pinned uint8 buffer of at least `size` bytes; the smallest there is."""
+        """Return the smallest free pinned uint8 buffer of at least `size` bytes, or a new one."""
         fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() >= size]
         if fitting:
             buffer = self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
