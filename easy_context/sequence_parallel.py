@@ -1,5 +1,6 @@
 """The public functions: swap a model's attention for a sequence-parallel one, split rows over ranks, gather them."""
 
+import functools
 from datetime import timedelta
 from typing import Any
 
@@ -134,6 +135,7 @@ def prepare_seq_parallel_inputs(
     mode = build_mode(seq_algo, Mesh(sequence_rank=rank, sequence_size=world_size, ring_degree=ring_degree))
     rows = input_ids, position_ids, target_ids
 
+    @functools.cache  # the check together with other ranks has found them already
     def find() -> Documents | None:
         check_columns(*rows)
         return None if documents is None else find_documents(documents, rows[0].shape, rows[1])

@@ -55,7 +55,9 @@ def add_adapters(model: Any, args: "Arguments") -> Any:
 
 def trained_parameters(model: "torch.nn.Module") -> tuple[int, int]:
     """Return how many numbers of the whole model are trained, and how many it has, also under ZeRO-3."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    from .weights import whole_size
+
+    sizes = [(whole_size(p), p.requires_grad) for p in model.parameters()]
     return sum(size for size, trained in sizes if trained), sum(size for size, _ in sizes)
 
 

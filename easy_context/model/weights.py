@@ -18,6 +18,11 @@ SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in whi
 INDEX_FILES = tuple(f"{name}.index.json" for name in SINGLE_FILES)
 
 
+def whole_size(parameter: Any) -> int:
+    """Return the number of elements of a parameter, also where ZeRO-3 leaves a process a part of it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def check_weights(name: str, config: Any) -> None:
     """Check the weights of a model in a local folder; a name on the hub is checked when it is loaded.
 

@@ -115,12 +115,14 @@ def _document_problems(args: Arguments) -> list[str]:
 def _optimizer_problems(args: Arguments, here: bool) -> list[str]:
     if args.optimizer == "adamw":
         return []
+    from .accelerator import launched_for_deepspeed
+
     problems = []
     if args.offload != "auto":
         problems.append(
             f"--offload {args.offload} is DeepSpeed's, without which --optimizer {args.optimizer} runs: leave it out"
         )
-    if here and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    if here and launched_for_deepspeed():
         problems.append(
             f"--optimizer {args.optimizer} does not run under DeepSpeed, which shards the states of its own AdamW: "
             "launch with --config_file accelerate_configs/single_gpu_plain.yaml or torchrun, or choose adamw"

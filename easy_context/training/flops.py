@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..huggingface import head_dim, layer_windows
+from ..model.weights import whole_size
 
 # Dense bf16 peak in FLOP/s, from the vendors' datasheets; matched against torch.cuda.get_device_name().
 PEAK_FLOPS = {
@@ -56,16 +57,14 @@ def mean_keys(seq_length: float, window: int | None) -> float:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of weights of the whole model, also under ZeRO-3, where each process holds a part."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return sum(map(whole_size, model.parameters()))
 
 
 def count_trained(model: torch.nn.Module, config: Any) -> int:
     """Return the number of trained weights that multiply: an input embedding counts only if it is the output, too."""
     looked_up = () if getattr(config, "tie_word_embeddings", False) else ("embed_tokens.weight",)
     return sum(
-        getattr(p, "ds_numel", p.numel())
-        for name, p in model.named_parameters()
-        if p.requires_grad and not name.endswith(looked_up)
+        whole_size(p) for name, p in model.named_parameters() if p.requires_grad and not name.endswith(looked_up)
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from .checkpoints.files import MANIFEST, checkpoints_in
+from .checkpoints.files import newest_in
 from .saving import METRICS, MODEL_CONFIG
 
 
@@ -18,9 +18,9 @@ def what_is_saved(output_dir: Path) -> Callable[[], str]:
         steps = metrics.read_bytes().count(b"\n") if _signature(metrics) not in (None, before[METRICS]) else 0
         if not steps:
             return f"no step was finished and nothing was saved in {output_dir}"
-        saved = [step for step, path in checkpoints_in(output_dir).items() if (path / MANIFEST).exists()]
+        saved = newest_in(output_dir)
         model = "the model of an earlier run is unchanged" if config.exists() else "no model is saved"
-        goes_on = f"goes on from checkpoint-{max(saved)}" if saved else "begins again at step 1"
+        goes_on = f"goes on from {saved}" if saved else "begins again at step 1"
         return f"{steps} steps are in {metrics}, {model}; the same command {goes_on}"
 
     return describe

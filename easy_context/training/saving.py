@@ -19,7 +19,7 @@ from ..common.files import first_free, write_whole
 from ..model.adapters import ADAPTER_CONFIG, README, has_adapter, merged, save_adapter
 from ..model.tokenizer import load_tokenizer
 from .arguments import Arguments
-from .checkpoints.files import checkpoints_in
+from .checkpoints.files import newest_in
 from .refusal import exit_on
 
 _claims: list[IO] = []  # open files, whose locks end with the process
@@ -150,7 +150,7 @@ def _save_weights(model: Any, folder: Path, state_dict: dict[str, Any], merge: b
 
 
 def _way_on(output_dir: Path) -> str:
-    saved = next((path.name for path in checkpoints_in(output_dir).values()), None)
+    saved = newest_in(output_dir)
     if saved is None:
         return "No checkpoint was saved either: make room, and begin again, with --save-minutes"
     return f"Make room, and the same command goes on from {saved}"

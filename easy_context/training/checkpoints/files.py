@@ -120,6 +120,11 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(steps.items(), reverse=True))
 
 
+def newest_in(folder: Path) -> str | None:
+    """Return the name of the latest checkpoint that has a manifest; None if there is none."""
+    return next((path.name for path in checkpoints_in(folder).values() if (path / MANIFEST).exists()), None)
+
+
 def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the latest `keep` checkpoints."""
     for old in list(checkpoints_in(folder).values())[keep:]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ...model.weights import whole_size
+
 WEIGHTS = "weights"
 Saved = dict[str, Any]  # what `Holdings.state` returns
 NOTHING: Saved = {"pieces": {}, WEIGHTS: [], "states": []}
@@ -140,7 +142,7 @@ def copy_piece(into: torch.Tensor, name: str, start: int, sources: Iterable[Save
 def refuse_other_parameters(model: torch.nn.Module, sources: list[Saved]) -> None:
     """Raise ValueError unless the sources hold the trained parameters of `model` and no others, each of its size."""
     saved = {name: piece["numel"] for source in sources for name, piece in source["pieces"].items()}
-    own = {name: getattr(p, "ds_numel", p.numel()) for name, p in model.named_parameters() if p.requires_grad}
+    own = {name: whole_size(p) for name, p in model.named_parameters() if p.requires_grad}
     if saved != own:
         different = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
         raise ValueError(
