@@ -12,6 +12,7 @@ from family_models import (
     CHECKPOINTING_SETTINGS,
     FAMILIES,
     StepResult,
+    assert_same_step,
     checkpointing,
     family_model,
     gradients_of,
@@ -20,7 +21,6 @@ from family_models import (
     random_rows,
 )
 from packed_rows import Starts, random_starts
-from plain_attention import relative_error
 
 import easy_context
 from easy_context.kernels.documents import Documents
@@ -113,15 +113,8 @@ def run_settings(rank: int, world_size: int, settings: list[PackedSetting]) -> l
 def check(pool, settings: list[PackedSetting], world_size: int) -> None:
     results = pool.run(run_settings, world_size, settings, timeout=240)[0]
     for setting, actual in zip(settings, results, strict=True):
-        expected, case = setting.expected(), f"W={world_size} {setting}"
-        assert actual.loss == pytest.approx(expected.loss, rel=TOLERANCE), case
-        if not setting.fused:
-            error = relative_error(actual.logits, expected.logits[: len(actual.logits)])
-            assert error < TOLERANCE, f"logits are off by {error:.2e}: {case}"
-        assert actual.gradients.keys() == expected.gradients.keys(), case
-        for name, gradient in expected.gradients.items():
-            error = relative_error(actual.gradients[name], gradient)
-            assert error < TOLERANCE, f"gradient of {name} is off by {error:.2e}: {case}"
+        case = f"W={world_size} {setting}"
+        assert_same_step(actual, setting.expected(), TOLERANCE, case, logits=not setting.fused)
 
 
 def starts_of(seed: int, batch: int, length: int, edges: int) -> Starts:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from family_models import (
     FAMILIES,
     StepResult,
+    assert_same_step,
     family_model,
     patched,
     plain_step,
@@ -76,15 +77,7 @@ def run_settings(rank: int, world_size: int, settings: list[Setting]) -> list[St
 
 
 def check_result(setting: Setting, actual: StepResult, expected: StepResult, world_size: int) -> None:
-    case = f"W={world_size} {setting}"
-    assert actual.loss == pytest.approx(expected.loss, rel=TOLERANCE), case
-    if not setting.fused:
-        error = relative_error(actual.logits, expected.logits[: len(actual.logits)])
-        assert error < TOLERANCE, f"logits are off by {error:.2e}: {case}"
-    assert actual.gradients.keys() == expected.gradients.keys(), case
-    for name, gradient in expected.gradients.items():
-        error = relative_error(actual.gradients[name], gradient)
-        assert error < TOLERANCE, f"gradient of {name} is off by {error:.2e}: {case}"
+    assert_same_step(actual, expected, TOLERANCE, f"W={world_size} {setting}", logits=not setting.fused)
 
 
 def check(pool, settings: list[Setting], world_size: int) -> None:

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 
+import pytest
 import torch
 import torch.distributed as dist
+from plain_attention import relative_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import easy_context
@@ -128,6 +130,20 @@ def loss_and_gradients(model, rows) -> tuple[torch.Tensor, dict]:
     loss = model(ids, labels=targets, shift_labels=targets, use_cache=False).loss
     loss.backward()
     return loss.detach(), gradients_of(model)
+
+
+def assert_same_step(
+    actual: StepResult, expected: StepResult, tolerance: float, case: str, *, logits: bool = True
+) -> None:
+    """Loss, all gradients and, if `logits`, the rows' logits that `actual` has are those of `expected`."""
+    assert actual.loss == pytest.approx(expected.loss, rel=tolerance), case
+    if logits:
+        error = relative_error(actual.logits, expected.logits[: len(actual.logits)])
+        assert error < tolerance, f"logits are off by {error:.2e}: {case}"
+    assert actual.gradients.keys() == expected.gradients.keys(), case
+    for name, gradient in expected.gradients.items():
+        error = relative_error(actual.gradients[name], gradient)
+        assert error < tolerance, f"gradient of {name} is off by {error:.2e}: {case}"
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:

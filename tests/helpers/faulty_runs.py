@@ -9,6 +9,7 @@ from faults import Fault, seconds_since_fault
 from forked_runs import ZERO_3_OFFLOAD, ForkedRun
 from launching import read_metrics
 from safetensors.torch import load_file
+from tiny_models import VOCABULARY, save_tiny_llama
 
 STEPS = 7  # of 2 rows each, over 5 rows: epochs end within steps 3 and 5
 SECONDS_TO_END = 60  # from a fault until all processes have ended
@@ -32,6 +33,16 @@ SETUPS = {
     "ZeRO-3": Setup(2, variables=ZERO_3),
     "three under ZeRO-3": Setup(3, variables=ZERO_3),
 }
+
+
+def save_assets(folder: Path) -> None:
+    """Save a tiny model and five rows of 32 tokens."""
+    import datasets
+
+    save_tiny_llama(folder / "model")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, VOCABULARY, (5, 32), generator=generator).tolist()
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder / "rows")
 
 
 class Runs:

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_runs import STEPS, assert_same_run, record_of, save_assets, saved_in
 from forked_runs import ZERO_3_OFFLOAD, ForkedRun
-from launching import read_metrics, run_python, start_python, train_here
+from launching import run_python, start_python, train_here
 from safetensors.torch import load_file
-from tiny_models import VOCABULARY, save_tiny_llama
-
-STEPS = 7  # of 2 rows each, over 5 rows: epochs end within steps 3 and 5
 
 
 class Killed(Exception):
@@ -20,13 +18,8 @@ class Killed(Exception):
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory) -> Path:
-    import datasets
-
     folder = tmp_path_factory.mktemp("resuming")
-    save_tiny_llama(folder / "model")
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, VOCABULARY, (5, 32), generator=generator).tolist()
-    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder / "rows")
+    save_assets(folder)
     return folder
 
 
@@ -81,30 +74,13 @@ def whole(train, assets, tmp_path):
     return assets / "whole"
 
 
-def record_of(output_dir: Path) -> list[tuple]:
-    names = ("step", "loss", "grad_norm", "learning_rate")
-    return [tuple(record[name] for name in names) for record in read_metrics(output_dir)]
-
-
-def assert_same_run(got: Path, expected: Path) -> None:
-    """Same losses, gradient norms and learning rates of every step, and the same weights, to the last bit."""
-    assert record_of(got) == record_of(expected)
-    weights, reference = (load_file(folder / "model.safetensors") for folder in (got, expected))
-    assert weights.keys() == reference.keys()
-    assert all(torch.equal(weights[name], reference[name]) for name in reference)
-
-
-def checkpoints_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*checkpoint*"))
-
-
 def test_a_run_that_was_cut_off_twice_is_the_run_that_was_not(train, cut_off, whole):
-    assert checkpoints_in(whole) == [], "nothing is saved unasked"
-    assert checkpoints_in(cut_off) == ["checkpoint-2", "checkpoint-4"]
+    assert saved_in(whole) == [], "nothing is saved unasked"
+    assert saved_in(cut_off) == ["checkpoint-2", "checkpoint-4"]
     with pytest.raises(Killed):
         train("cut", "--save-every", "3", die_at=6)
     assert [step for step, *_ in record_of(cut_off)] == [1, 2, 3, 4, 5, 6]
-    assert checkpoints_in(cut_off) == ["checkpoint-2", "checkpoint-4"], "it died before step 6 was saved"
+    assert saved_in(cut_off) == ["checkpoint-2", "checkpoint-4"], "it died before step 6 was saved"
     assert_same_run(train("cut"), whole)
     assert not list(cut_off.glob("metrics-*.jsonl"))
 
@@ -112,7 +88,7 @@ def test_a_run_that_was_cut_off_twice_is_the_run_that_was_not(train, cut_off, wh
 def test_only_the_last_checkpoints_are_kept(train, tmp_path):
     with pytest.raises(Killed):
         train("few", "--save-every", "1", "--keep-last", "3", die_at=6)
-    assert checkpoints_in(tmp_path / "few") == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
+    assert saved_in(tmp_path / "few") == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]
 
 
 def truncate(folder: Path) -> None:
@@ -142,7 +118,7 @@ def test_a_damaged_checkpoint_is_left_out_for_the_one_before(train, cut_off, cap
     with pytest.raises(Killed):
         train("cut", die_at=3)
     assert said in caplog.text and "checkpoint-4 is left out" in caplog.text
-    assert checkpoints_in(cut_off) == ["checkpoint-2", "earlier-checkpoints-1"], "what is damaged is not removed"
+    assert saved_in(cut_off) == ["checkpoint-2", "earlier-checkpoints-1"], "what is damaged is not removed"
     assert [step for step, *_ in record_of(cut_off)] == [1, 2, 3], "step 3 is trained again"
 
 
@@ -215,8 +191,8 @@ def test_a_new_run_does_not_take_an_earlier_run_s_checkpoints_for_its_own(train,
     """Its own, of lower steps, would be removed for those, and a later run would go on from them."""
     with pytest.raises(Killed):
         train("cut", "--resume", "none", "--save-every", "1", die_at=3)
-    assert checkpoints_in(cut_off) == ["checkpoint-1", "checkpoint-2", "earlier-checkpoints-1"]
-    assert checkpoints_in(cut_off / "earlier-checkpoints-1") == ["checkpoint-2", "checkpoint-4"]
+    assert saved_in(cut_off) == ["checkpoint-1", "checkpoint-2", "earlier-checkpoints-1"]
+    assert saved_in(cut_off / "earlier-checkpoints-1") == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(train, cut_off, capsys):
@@ -274,7 +250,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(train, whole, tmp_path
     monkeypatch.setattr(background, "write_state", write_or_fail)
     full = train("full", "--save-every", "2", "--keep-last", "9")
     assert "checkpoint of step 4 could not be saved ([Errno 28] No space left" in caplog.text
-    assert checkpoints_in(full) == ["checkpoint-2", "checkpoint-6"], "nothing half is left"
+    assert saved_in(full) == ["checkpoint-2", "checkpoint-6"], "nothing half is left"
     assert_same_run(full, whole)
 
 

@@ -5,20 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from faulty_runs import Runs
-from tiny_models import VOCABULARY, save_tiny_llama
+from faulty_runs import Runs, save_assets
 
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory) -> Path:
-    import datasets
-
     folder = tmp_path_factory.mktemp("faults")
-    save_tiny_llama(folder / "model")
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, VOCABULARY, (5, 32), generator=generator).tolist()
-    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(folder / "rows")
+    save_assets(folder)
     return folder
 
 
