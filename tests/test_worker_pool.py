@@ -1,11 +1,15 @@
 """The pool itself: results in rank order, failures with their traceback, hangs that end."""
 
 import os
+import random
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from launching import free_port
 from worker_pool import WorkerError
 
 
@@ -61,3 +65,13 @@ def test_a_worker_that_dies_is_named(pool):
     with pytest.raises(WorkerError, match="rank 1 of 2 failed in die:\nprocess died with exit code 7"):
         pool.run(die, 2)
     assert len(pool.run(rank_and_sum, 3, 0)) == 3
+
+
+def test_a_port_is_free_and_none_that_a_connection_may_get_by_itself(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        drawn = iter([taken.getsockname()[1], port := int(free_port())])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
+        assert free_port() == str(port), "the first one drawn is taken"
+    first_given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    assert port < (int(first_given.read_text().split()[0]) if first_given.exists() else 32768)

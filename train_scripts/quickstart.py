@@ -6,7 +6,6 @@ train_scripts/quickstart.sh starts this. Each run starts anew and replaces what 
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ env OMP_NUM_THREADS={threads} {python} train.py --parallel_mode data_parallel --
     --output-dir {out}/stage1
 
 stage2: stage 2: rows of 256 tokens over 2 processes, zigzag_ring_attn, ZeRO-3 with CPU offload (one to two minutes)
-.venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml --main_process_port {port} \
+.venv/bin/accelerate launch --config_file accelerate_configs/cpu.yaml --main_process_port 0 \
     train.py --parallel_mode zigzag_ring_attn --model {out}/stage1 --dataset {out}/rows-stage2 --seq-length 256 \
     --rope-theta 40000 --max-train-steps 150 --warmup-steps 10 {training} --output-dir {out}/stage2
 
@@ -81,13 +80,6 @@ ENVIRONMENT = {
     **{"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"},
 }
-
-
-def free_port() -> int:
-    """Return a port that no other launch is using."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 def table(folder: Path) -> str:
@@ -135,8 +127,7 @@ def main(*arguments: str) -> None:
         shutil.copy(UNSEEN_TEXT, OUTPUT / "unseen")
     os.environ |= ENVIRONMENT
     values = {"out": OUTPUT, "train_text": TRAIN_TEXT, "unseen_text": UNSEEN_TEXT, "python": ".venv/bin/python"}
-    values |= {"port": free_port(), "threads": min(4, os.cpu_count() or 1)}
-    values |= {"training": words(TRAINING), "needle": words(NEEDLE, out=OUTPUT)}
+    values |= {"threads": min(4, os.cpu_count() or 1), "training": words(TRAINING), "needle": words(NEEDLE, out=OUTPUT)}
     for block in STAGES.replace("\\\n", " ").strip().split("\n\n"):
         heading, *lines = block.splitlines()
         name, title = heading.format(**values).split(": ", 1)

@@ -194,7 +194,7 @@ class Recipe:
         with open(path, "a") as log:
             print(shlex.join(command), file=log, flush=True)
             status = run(command, log)
-        if status:
+        if status and status - 128 not in _PASSED_ON:
             lines = path.read_text(errors="replace").replace("\r", "\n").splitlines()
             print(*lines[-_SHOWN_LINES:], f"   all lines: {path}", sep="\n", file=sys.stderr)
         return status

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,9 +15,16 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
+    """Return a port for processes to meet at, which nothing else takes before they listen there.
+
+    It lies below those that the system gives to connections (from 32768 on Linux), and is drawn at random, whatever
+    seed a test has set, so that test processes that run side by side do not choose the same one.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return str(port)
 
 
 def torchrun(processes: int) -> list[str]:

@@ -197,7 +197,7 @@ def test_a_signal_to_the_launchers_of_two_nodes_lets_train_py_save_and_the_job_g
     """Real launchers, whose train.py saves on SIGUSR1 in the first start of the job and is finished in the second."""
     (cluster.folder / "train.py").write_text(TRAIN)
     variables = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.1", "SLURM_GPUS_ON_NODE": "1"}
-    variables |= {"PYTHON": sys.executable, "SLURM_JOB_ID": str(int(free_port()) % 20000 + 20000)}
+    variables |= {"PYTHON": sys.executable, "SLURM_JOB_ID": free_port()}
     job = cluster.start("--output-dir", "out", **variables, ACCELERATE_USE_CPU="true")
     deadline = time.monotonic() + 120
     try:
@@ -235,7 +235,7 @@ def test_training_is_saved_requeued_and_goes_on_as_if_nothing_had_been(cluster, 
         *("--gradient-accumulate-every", "2"),
     ]
     variables = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_GPUS_ON_NODE": "2", "PYTHON": sys.executable}
-    variables |= {"CONFIG": "accelerate_configs/cpu.yaml", "SLURM_JOB_ID": str(int(free_port()) % 20000 + 20000)}
+    variables |= {"CONFIG": "accelerate_configs/cpu.yaml", "SLURM_JOB_ID": free_port()}
     variables |= {"SLURM_JOB_NODELIST": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     job = cluster.start(*flags, "--output-dir", str(tmp_path / "two"), **variables)
     deadline = time.monotonic() + 600

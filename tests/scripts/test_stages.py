@@ -109,6 +109,18 @@ def test_what_asks_for_a_dry_run(recipe, monkeypatch, capsys, value, runs_dry):
 CHILD = "trap 'echo stopping; sleep 0.3; echo saved; exit 0' {signal}; echo ready; while :; do sleep 0.05; done"
 
 
+def test_an_interruption_is_one_line_without_the_end_of_the_log(tmp_path):
+    program = f"""from train_scripts.stages import Recipe
+from pathlib import Path
+Recipe("recipe.sh", {str(tmp_path)!r}, logs=Path({str(tmp_path)!r})).stage("name", {shell("echo ready; sleep 60")!r})"""
+    process = start_python("-c", program)
+    while not ((log := tmp_path / "name.log").exists() and log.read_text().endswith("\nready\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("== name\n", "recipe.sh: name was interrupted\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_command_and_the_script_waits_for_it(number, tmp_path):
     """Sent to the script only; the command saves, ends well, and the stage is not taken for finished."""
