@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import read_metrics, run_python, torchrun, train_here
+from forked_runs import ForkedRun
+from launching import read_metrics, train_here
 from safetensors.torch import load_file
 from tiny_models import tiny_llama
 
@@ -279,12 +280,10 @@ def test_what_became_of_the_weights_is_said(train, assets, monkeypatch, capsys):
 
 
 @pytest.mark.launch
-def test_two_processes_train_as_one_does(train, assets, tmp_path, monkeypatch):
+def test_two_processes_train_as_one_does(train, assets, tmp_path):
     """In bf16: sums of two processes and rounding differ, which moves these losses by less than 2 %."""
-    monkeypatch.setenv("PYTHONPATH", str(APART))
-    flags = flags_of(assets, tmp_path / "two", "--gradient-accumulate-every", "1")
-    result = run_python(*torchrun(2), "train.py", *flags)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run = ForkedRun(tmp_path / "log", 2, flags_of(assets, tmp_path / "two", "--gradient-accumulate-every", "1"))
+    assert run.wait() == [0, 0], run.said()[-3000:]
     expected, expected_weights = result_of(train("one", "--gradient-accumulate-every", "2"))
     records, weights = result_of(tmp_path / "two")
     for (loss, norm), (expected_loss, expected_norm) in zip(records, expected, strict=True):
