@@ -1,14 +1,18 @@
-"""README, docs/performance.md and docs/training.md print what the raw files hold, at the precision that they print."""
+"""README and the pages of docs/ print what the raw files hold, at the precision that they print."""
 
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import pytest
 from launching import REPOSITORY
 
-README, PERFORMANCE, TRAINING = (REPOSITORY / name for name in ("README.md", "docs/performance.md", "docs/training.md"))
+README = REPOSITORY / "README.md"
+PERFORMANCE, TRAINING, EVALUATION = (
+    REPOSITORY / "docs" / f"{name}.md" for name in ("performance", "training", "evaluation")
+)
 SPEED, SMOLLM2 = (REPOSITORY / "docs" / "results" / name for name in ("performance", "SmolLM2-135M-128K"))
 ATTENTION_COLUMNS = {
     "of limit": "of_limit",
@@ -180,6 +184,70 @@ def test_checkpointing():
         assert_printed(row["GiB"], raw["peak_memory_gib"], row)
 
 
+def adamw8bit_run(seq_length: int) -> dict:
+    """Return the run of rows of this length: its layers, what train.py said, its steps."""
+    runs = json.loads((SPEED / "train_adamw8bit_one_gpu.json").read_text())["runs"]
+    return next(run for run in runs if run["seq_length"] == seq_length)
+
+
+def median_of_steps(run: dict, key: str) -> float:
+    """Return the median over all steps but the first, which compiles kernels, unless it is the only one."""
+    return median(step[key] for step in run["steps"][1:] or run["steps"])
+
+
+def test_whole_steps_on_one_gpu():
+    for row in table(TRAINING, "tokens", "first step", "later steps"):
+        run = adamw8bit_run(tokens(row["tokens"]))
+        peaks = [step["peak_memory_bytes"] / 2**30 for step in run["steps"]]
+        assert run["layers"] == 32 and f"memory plan: {row['memory plan'].split('`')[1]}" in run["said"]
+        assert_printed(row["first step"], peaks[0], row)
+        assert_printed(row["later steps"], peaks[-1] if len(peaks) > 1 else None, row)
+        assert_printed(row["a step"], run["seq_length"] / median_of_steps(run, "tokens_per_second"), row)
+        assert_printed(row["tokens/s"], median_of_steps(run, "tokens_per_second"), row)
+        assert_printed(row["MFU"], median_of_steps(run, "mfu"), row)
+        forecast = re.search(r"about (\d+) of \d+ GiB on each GPU.*; about (\d+) s for a micro-batch", run["said"])
+        assert forecast and forecast.groups() == (row["GiB: forecast"], row["seconds: forecast"])
+
+
+def test_sentences_about_whole_steps_on_one_gpu():
+    run, two_layers = adamw8bit_run(32768), adamw8bit_run(700416)
+    seconds = [run["seq_length"] / step["tokens_per_second"] for step in run["steps"]]
+    peaks = [step["peak_memory_bytes"] / 2**30 for step in run["steps"]]
+    saved_after = 3
+    between = run["steps"][saved_after]["time"] - run["steps"][saved_after - 1]["time"]
+    expected = {
+        r"by (\d+) GiB at 32K": [peaks[-1] - peaks[0]],
+        r"first step (\d+) s longer": [seconds[0] - median(seconds[1:])],
+        r"made training wait (\d+) s": [between - seconds[saved_after]],
+        r"needed ([\d.]+) GiB in the first step": [two_layers["steps"][0]["peak_memory_bytes"] / 2**30],
+        r"later steps is (\d+) GiB": [float(re.findall(r"about (\d+) of \d+ GiB on each GPU", two_layers["said"])[0])],
+    }
+    assert_sentences(TRAINING, expected)
+
+
+def test_packed_documents():
+    columns = {"pairs": "pairs_of_dense", "× dense": "vs_dense", "× apart": "vs_apart", "of pairs": "of_pairs"}
+    columns |= {f"{run}, ms": f"{run}_ms" for run in ("dense", "packed", "apart")} | {"documents": "documents"}
+    printed, measured = table(PERFORMANCE, "mean document", "× apart"), rows_of("packed_one_gpu")
+    assert len(printed) == len(measured)
+    for row, raw in zip(printed, measured, strict=True):
+        assert (tokens(row["tokens"]), row["mean document"]) == (raw["seq_length"], raw["mean_document"])
+        assert row["kernel"] == raw["kernel"]
+        for column, key in columns.items():
+            assert_printed(row[column], raw[key], row)
+
+
+def test_sentences_about_evaluation():
+    (row,) = rows_of("evaluation_one_gpu")
+    expected = {
+        r"measured ([\d.]+) GiB on one H200": [row["peak_memory_gib"]],
+        r"for these two layers is ([\d.]+) GiB": [row["forecast_gib"]],
+        r"A pass took ([\d.]+) s": [row["seconds"]],
+    }
+    assert row["layers"] == 2 and row["seq_length"] == 2**20
+    assert_sentences(EVALUATION, expected)
+
+
 def test_speeds_in_the_readme():
     fa4_64k, fa4_128k = (attention_row(length, "zigzag_ring_attn", "flash_attn_4") for length in (65536, 131072))
     on_fa2, on_cudnn = (attention_row(65536, "zigzag_ring_attn", kernel) for kernel in ("torch_flash", "cudnn"))
@@ -187,6 +255,7 @@ def test_speeds_in_the_readme():
     short, original = (step_row("train_step_one_gpu", 32768, "32 from 4, 8", m) for m in ("ours", "original recipe"))
     long, liger = (step_row("train_step_one_gpu", 131072, "32 from 4, 8", m) for m in ("ours", "original + Liger"))
     whole = step_row("train_step_full_depth", 131072, "32", "ours")
+    whole_steps = [adamw8bit_run(length) for length in (32768, 524288)]
     speed = "tokens_per_second_per_gpu"
     against_attention = [fa4_64k["vs_ring_flash_attn"], on_fa2["vs_ring_flash_attn"]]
     against_attention += [fa4_64k["vs_context_parallel"], on_cudnn["vs_context_parallel"]]
@@ -197,6 +266,7 @@ def test_speeds_in_the_readme():
         ([short[speed], short["mfu"]], [short["vs_original"], original[speed], original["mfu"]]),
         ([long[speed], long["mfu"]], [long["vs_best_peer"], liger[speed], liger["mfu"]]),
         ([whole[speed], whole["mfu"], whole["peak_memory_gib"]], []),
+        *(([median_of_steps(run, key) for key in ("tokens_per_second", "mfu")], []) for run in whole_steps),
     ]
     for row, (ours, against) in zip(table(README, "on", "what", "against"), expected, strict=True):
         assert_numbers(row["ours (FlashAttention-4)"], ours, row)
