@@ -26,4 +26,4 @@ echo "== mypy"
 step=pytest
 echo "== pytest"
 # Two test files at a time, which two cores bear: most tests use one core or wait for processes.
-.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile "$@"
+.venv/bin/python -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

@@ -24,6 +24,9 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker(marker):  # item.keywords also has the names of folders, such as a clone in gpu/
                 item.add_marker(pytest.mark.skip(reason=reason))
 
+    # The files that take longest come first, so that no process of pytest-xdist is left with one of them at the end.
+    long = {item.path for item in items if item.get_closest_marker("launch")}
+    items.sort(key=lambda item: item.path not in long)
     if not config.getoption("--slow"):
         skip("slow", "long: run with --slow")
     if config.getoption("--fast"):
