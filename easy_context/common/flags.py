@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+_UNUSABLE = object()  # stands in for a value that could not be converted
+
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser that accepts flags with dashes or underscores between their words, but not abbreviated.
 
     The original project uses both spellings; a user should not have to remember which. With abbreviations, a flag that
-    a script does not have could be read as another one that begins with the same letters. Only one of the launched
-    processes prints an error.
+    a script does not have could be read as another one that begins with the same letters. All values that cannot be
+    used are named together, and only one of the launched processes prints them.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self._problems: list[str] = []
 
     def parse_known_args(self, args=None, namespace=None):
         """Replace the spelling of known flags by the registered one before parsing."""
@@ -28,12 +31,32 @@ class FlagParser(argparse.ArgumentParser):
         for word in sys.argv[1:] if args is None else args:
             flag, equals, value = word.partition("=")
             spelled.append(known.get(flag.replace("_", "-"), flag) + equals + value if flag.startswith("--") else word)
-        return super().parse_known_args(spelled, namespace)
+        self._problems = []
+        parsed = super().parse_known_args(spelled, namespace)
+        if self._problems:
+            self.error(self._problems.pop())
+        return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and `message`, and exit with code 2."""
+        """Print usage, the values that could not be used so far and `message`, and exit with code 2."""
         let_first_process_speak()
-        super().error(message)
+        super().error("\n  ".join([*self._problems, message]))
+
+    def _get_value(self, action, arg_string):
+        """Convert one value; note a problem instead of stopping, so that the other flags are read as well."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as problem:
+            self._problems.append(str(problem))
+            return _UNUSABLE
+
+    def _check_value(self, action, value):
+        """Compare a value with the flag's choices; note a problem instead of stopping."""
+        try:
+            if value is not _UNUSABLE:
+                super()._check_value(action, value)
+        except argparse.ArgumentError as problem:
+            self._problems.append(str(problem))
 
 
 def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:

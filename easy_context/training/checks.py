@@ -146,6 +146,12 @@ def _output_problems(args: Arguments) -> list[str]:
         return [f"--output-dir {args.output_dir} cannot be written ({existing}: {error.strerror}): name another folder"]
     if os.path.realpath(args.output_dir) == os.path.realpath(args.model):
         return [f"--output-dir {args.output_dir} is --model, which training would overwrite: choose another folder"]
+    for flag, dataset in (("--dataset", args.dataset), ("--eval-dataset", args.eval_dataset)):
+        if dataset and os.path.isdir(dataset) and output_dir.resolve().is_relative_to(Path(dataset).resolve()):
+            return [
+                f"--output-dir {args.output_dir} lies in {flag} {dataset}, whose rows it would mix with other files: "
+                "choose a folder outside of it"
+            ]
     if is_finished(output_dir) and not args.overwrite:
         return [f"--output-dir {args.output_dir} holds a finished model: choose another folder, or pass --overwrite"]
     return []

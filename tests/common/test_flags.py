@@ -48,6 +48,25 @@ def test_a_value_that_cannot_be_is_named_with_its_flag_and_its_bounds(words, mes
     assert stop.value.code == 2 and capsys.readouterr().err.endswith(f"script.py: error: {message}\n")
 
 
+def test_all_values_that_cannot_be_are_named_together(capsys):
+    both = parser()
+    both.add_argument("--kind", choices=("a", "b"))
+    both.add_argument("--many", nargs="+", type=int)
+    both.add_argument("--needed", required=True)
+    words = ["--two-words", "0", "--kind", "c", "--many", "1", "x", "y", "-x", "1", "--name", "fine"]
+    with pytest.raises(SystemExit) as stop:
+        both.parse_args(words)
+    said = capsys.readouterr().err
+    expected = ["--two-words: 0 must", "--kind: invalid choice: 'c'", "--many: invalid int value: 'x'", "value: 'y'"]
+    expected += ["arguments are required: --needed"]
+    assert stop.value.code == 2 and all(said.count(each) == 1 for each in expected), said
+    assert "--name" not in said.partition("error:")[2]
+    with pytest.raises(SystemExit):
+        both.parse_args(["--kind", "c", "--needed", "1"])
+    assert "--two-words" not in capsys.readouterr().err.partition("error:")[2], "each command line by itself"
+    assert both.parse_args(["--kind", "b", "--needed", "1"]).kind == "b"
+
+
 def test_values_at_the_bounds_are_taken():
     args = parser().parse_args(["--two-words", "1", "--of_three_words", "1", "-x", "1e-9"])
     assert (args.two_words, args.of_three_words, args.rope_theta) == (1, 1.0, 1e-9)

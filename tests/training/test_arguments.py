@@ -177,6 +177,8 @@ def test_the_originals_flags_and_defaults_parse():
         (["--output-dir", "{0}/llama/.", "--overwrite"], ["--output-dir", "is --model", "another folder"]),
         (["--model", "{0}/nothing"], ["--model", "no such folder", "hub name"]),
         (["--output-dir", ""], ["--output-dir is empty"]),
+        (["--output-dir", "{0}/rows/."], ["--output-dir", "lies in --dataset", "outside of it"]),
+        (["--output-dir", "{0}/rows/a/b"], ["--output-dir", "lies in --dataset", "outside of it"]),
         (["--output-dir", "{0}/" + 300 * "x"], ["--output-dir", "too long", "another folder"]),
         (["--attn-kernel", "cudnn"], ["--attn-kernel cudnn", "CUDA"]),
         (["--model", "{0}/no-weights"], ["--model", "holds no weights"]),

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,28 +190,47 @@ def parse_arguments(arguments: list[str] | None = None) -> Options:
     retrieval = {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
     settings = Settings(retrieval=RetrievalSettings(**retrieval), **values)
     sources = [*settings.sources, *settings.validation_sources]
-    _check_names(sources)
-    _check_folders(run["output_dir"], run["work_dir"], sources)
+    problems = [*_name_problems(sources), *_folder_problems(run["output_dir"], run["work_dir"], sources)]
+    if problems:
+        raise ValueError("\n  ".join(problems))
     return Options(settings, **run)
 
 
-def _check_names(sources: list[Source]) -> None:
-    name, times = Counter(source.name for source in sources).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"--input: two sources are named {name!r}; tell them apart with NAME=SOURCE")
+def _name_problems(sources: list[Source]) -> list[str]:
+    times = Counter(source.name for source in sources)
+    return [
+        f"--input: two sources are named {name!r}; tell them apart with NAME=SOURCE"
+        for name, count in times.items()
+        if count > 1
+    ]
 
 
-def _check_folders(output_dir: Path, work_dir: Path | None, sources: list[Source]) -> None:
-    check_output_dir(output_dir)
-    _check_outside("--output-dir", output_dir, sources)
+def _folder_problems(output_dir: Path, work_dir: Path | None, sources: list[Source]) -> list[str]:
+    checks: list[Callable[[], None]] = [
+        lambda: check_output_dir(output_dir),
+        lambda: _check_outside("--output-dir", output_dir, sources),
+    ]
     if work_dir is not None:
-        check_folder("--work-dir", work_dir)
-        _check_outside("--work-dir", work_dir, sources)
-        for folder in (output_dir.resolve(), folder_aside(output_dir)):
-            if work_dir.resolve().is_relative_to(folder):
-                raise ValueError(
-                    f"--work-dir {work_dir}: lies in {folder}, which --output-dir replaces; take another folder"
-                )
+        checks += [
+            lambda: check_folder("--work-dir", work_dir),
+            lambda: _check_outside("--work-dir", work_dir, sources),
+            lambda: _check_kept(work_dir, output_dir),
+        ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def _check_kept(work_dir: Path, output_dir: Path) -> None:
+    for folder in (output_dir.resolve(), folder_aside(output_dir)):
+        if work_dir.resolve().is_relative_to(folder):
+            raise ValueError(
+                f"--work-dir {work_dir}: lies in {folder}, which --output-dir replaces; take another folder"
+            )
 
 
 def _check_outside(flag: str, folder: Path, sources: list[Source]) -> None:

@@ -63,6 +63,14 @@ def test_two_sources_of_one_name(base, inputs, tmp_path):
     assert len(parse_arguments(f"{base} other={tmp_path}/novel.txt".split()).settings.sources) == 2
 
 
+def test_names_and_folders_that_cannot_be_are_named_together(base, inputs, tmp_path):
+    words = f"{base} --input {inputs}/novel.txt {inputs}/novel.txt --work-dir {inputs}/novel.txt/below".split()
+    with pytest.raises(ValueError, match="two sources are named 'novel'") as refusal:
+        parse_arguments([*words, "--output-dir", f"{inputs}/novel.txt"])
+    for expected in ("--output-dir", "--work-dir"):
+        assert f"{expected} {inputs}/novel.txt" in str(refusal.value)
+
+
 def test_flags_are_not_abbreviated(base, capsys):
     with pytest.raises(SystemExit):
         build_parser().parse_args(f"{base} --over".split())
