@@ -1,1 +1,1 @@
-"""What fits a long row onto a GPU: recomputation, offloading, tiles."""
+"""Techniques that make a long row fit on a GPU: recomputation, offloading and tiling."""

@@ -1,4 +1,4 @@
-"""torch.autocast inside custom autograd functions."""
+"""Helpers for torch.autocast inside custom autograd functions."""
 
 import contextlib
 import functools

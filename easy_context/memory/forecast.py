@@ -1,7 +1,7 @@
-"""A model of the memory that a memory plan takes and of the time of a step, by arithmetic alone.
+"""Estimate the memory that a memory plan needs and the time of a step, without running the model.
 
-Its formulas list the tensors that are alive at the peaks, as seen for a Llama-3-8B shape on an H200 with Liger's
-layers; tests compare it with measured peaks and times. The rates are an H200's.
+The formulas list the tensors that are alive at the memory peaks. They were derived from a Llama-3-8B shape on an H200
+with Liger's layers; tests compare them with measured peaks and times. The rates are those of an H200.
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from typing import Any
 
 from .plan import LayerPlan, MemoryPlan
 
-H200_PEAK = 989e12  # FLOP/s in bfloat16, from its datasheet; other cards are taken to be slower as their peak is lower
+H200_PEAK = 989e12  # FLOP/s in bfloat16, from its datasheet; times on other cards scale with their peak
 MATRIX_RATE = 715e12  # FLOP/s of large matrix products in bfloat16
 ATTENTION_RATES = {"flash_attn_4": 613e12, "cudnn": 545e12}  # FLOP/s, causal, forward and backward
 OTHER_ATTENTION_RATE = 325e12
 MEMORY_RATE = 3.3e12  # bytes/s that elementwise layers read and write
 HOST_RATE = 50e9  # bytes/s to or from pinned host memory
-EXPOSED_COPIES = 0.16  # share of the time of such copies in which nothing is computed
-# Bytes that attention's backward works in, for each element of q, k and v of one call.
+EXPOSED_COPIES = 0.16  # share of the copies' time that does not overlap with computation
+# Bytes of workspace in attention's backward for each element of q, k and v of one call.
 _BACKWARD_WORK = {"flash_attn_4": 8.0}
 _OTHER_BACKWARD_WORK = 5.4
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for one process: needed or free.
+    """Bytes of memory, needed by or free for one process.
 
     Attributes:
-        gpu: on its GPU.
-        host: in host memory; of what is free, the share of each process of the machine.
+        gpu: bytes on its GPU.
+        host: bytes in host memory; free host memory is divided evenly among the processes of a machine.
     """
 
     gpu: float
@@ -37,7 +37,7 @@ class Memory:
         return Memory(self.gpu + other.gpu, self.host + other.host)
 
     def fits(self, room: "Memory") -> bool:
-        """Return whether both parts of this need find room."""
+        """Return whether both the GPU part and the host part fit into `room`."""
         return self.gpu <= room.gpu and self.host <= room.host
 
 
@@ -47,11 +47,11 @@ class Shape:
 
     Attributes:
         hidden, inner: widths of the hidden states and of the MLP.
-        query, key: widths of all query heads together, and of all key heads.
-        heads, key_heads: their numbers.
+        query, key: total widths of all query heads and of all key heads.
+        heads, key_heads: numbers of query heads and of key heads.
         layers: number of layers.
-        vocabulary: number of tokens.
-        tied: the output layer shares its weights with the input embedding.
+        vocabulary: number of tokens in the vocabulary.
+        tied: whether the output layer shares its weights with the input embedding.
     """
 
     hidden: int
@@ -84,27 +84,27 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """The number of weights in one layer's matrices."""
         return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
 
     @property
     def parameters(self) -> int:
-        """Weights of all matrices, tied ones once; norms and biases are left out."""
+        """The number of weights in all matrices. Tied matrices count once; norms and biases do not count."""
         return self.layers * self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
 class Load:
-    """A micro-batch, as one process computes it.
+    """The part of a micro-batch that one process computes.
 
     Attributes:
-        tokens: local ones.
-        row: tokens of a whole row, which several processes may share.
-        size: bytes of a number: 2 in bfloat16, 4 in float32.
-        liger: Liger's layers, which keep fewer tensors.
-        kernel: of attention.
-        mlp_tile_size: tokens of a tile of the MLPs that are recomputed; 0 for whole MLPs.
-        trained_share: of the model's parameters that are trained; the others have no gradients of their own.
+        tokens: number of local tokens.
+        row: number of tokens in a whole row, which several processes may share.
+        size: bytes per number: 2 in bfloat16, 4 in float32.
+        liger: whether the model uses Liger's layers, which keep fewer tensors.
+        kernel: name of the attention kernel.
+        mlp_tile_size: tokens in a tile of a recomputed MLP; 0 for untiled MLPs.
+        trained_share: fraction of the model's parameters that are trained; frozen parameters have no gradients.
     """
 
     tokens: int
@@ -118,13 +118,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a micro-batch at which most is alive beside weights, their gradients and the optimizer.
+    """The moment of a micro-batch with the highest memory use, not counting weights, gradients and the optimizer.
 
     Attributes:
-        moment: "the loss" or "layer N", whose recomputation and backward it is.
-        kept: bytes on the GPU that layers wait with for their backward, also what was fetched from the host by then.
-        work: bytes that the loss or the layer works in.
-        host: bytes that wait in host memory at most.
+        moment: "the loss", or "layer N" for the recomputation and backward of that layer.
+        kept: bytes on the GPU that layers keep for their backward, including tensors fetched from the host by then.
+        work: bytes that the computation of the loss or the layer needs.
+        host: largest number of bytes held in host memory.
     """
 
     moment: str
@@ -154,12 +154,12 @@ def activation_peak(shape: Shape, load: Load, plan: MemoryPlan) -> Peak:
 
 
 def activation_memory(shape: Shape, load: Load, plan: MemoryPlan) -> Memory:
-    """Return what a micro-batch takes at its peak beside weights, their gradients and the optimizer."""
+    """Return the peak memory of a micro-batch, without weights, their gradients and the optimizer."""
     return activation_peak(shape, load, plan).memory
 
 
 def _kept_tensors(shape: Shape, load: Load, keeps: LayerPlan) -> dict[str, list[float]]:
-    """Return the bytes of each tensor that a layer keeps from forward to backward, by its place."""
+    """Return the bytes of each tensor that a layer keeps from forward to backward, grouped by place."""
     places: dict[str, list[float]] = {"gpu": [], "cpu": [], "none": []}
     if keeps.everything:
         places["gpu"].append(_narrow_graph(shape, load) + _wide_graph(shape, load, load.tokens))
@@ -173,19 +173,19 @@ def _kept_tensors(shape: Shape, load: Load, keeps: LayerPlan) -> dict[str, list[
 
 
 def _narrow_graph(shape: Shape, load: Load) -> float:
-    """Return the bytes that autograd saves of a layer outside of its MLP: of norms, q, k, v and attention's results."""
+    """Return the bytes that autograd saves outside of a layer's MLP: norms, q, k, v and attention's results."""
     in_norms = 4 if load.liger else 7 if load.size == 4 else 9  # Hugging Face's norms compute in float32
     saved = in_norms * shape.hidden + 2 * shape.query + 2 * shape.key
     return load.tokens * (load.size * saved + 4 * shape.heads)
 
 
 def _wide_graph(shape: Shape, load: Load, tokens: int) -> float:
-    """Return the bytes that autograd saves of an MLP's intermediate tensors."""
+    """Return the bytes of the intermediate tensors that autograd saves in an MLP."""
     return tokens * load.size * shape.inner * (3 if load.liger else 4)
 
 
 def _layer_work(shape: Shape, load: Load, keeps: LayerPlan) -> float:
-    """Return the peak of a layer's recomputation and backward, with what the layer itself kept."""
+    """Return the peak bytes of a layer's recomputation and backward, including the tensors that the layer kept."""
     tiled = load.mlp_tile_size > 0 and not keeps.everything and keeps.projections == "none"
     mlp_tokens = min(load.tokens, load.mlp_tile_size) if tiled else load.tokens
     hidden = load.tokens * load.size * shape.hidden
@@ -193,9 +193,9 @@ def _layer_work(shape: Shape, load: Load, keeps: LayerPlan) -> float:
     gradients_inside = mlp_tokens * load.size * shape.inner * (1 if load.liger else 3)
     in_mlp = graph + _wide_graph(shape, load, mlp_tokens) + gradients_inside + hidden
     if tiled:
-        in_mlp += hidden + 4 * 3 * shape.hidden * shape.inner  # the input's gradient; float32 sums of the weights'
-    # In place of the second norm and its input there are two gradients now; with attention's output's, those of q, k
-    # and v come.
+        in_mlp += hidden + 4 * 3 * shape.hidden * shape.inner  # the input's gradient, and the weights' in float32
+    # Two gradients now occupy the memory of the second norm and its input. The gradients of attention's output and of
+    # q, k and v are added.
     width = shape.query + 2 * shape.key
     heads_at_once = 1.0
     if load.kernel == "flash_attn_4":
@@ -207,19 +207,19 @@ def _layer_work(shape: Shape, load: Load, keeps: LayerPlan) -> float:
 
 
 def _loss_work(shape: Shape, load: Load) -> float:
-    """Return the peak of the fused loss: the last hidden states, normed, their gradient, and what the head needs."""
+    """Return the peak bytes of the fused loss: the last hidden states, their norm, their gradient, and the head."""
     head = shape.vocabulary * shape.hidden * (4 + load.size)
     logits = max(load.tokens * load.size * shape.hidden, 0.75 * 2**30)
     return 3 * load.tokens * load.size * shape.hidden + head + logits
 
 
 def micro_batch_seconds(shape: Shape, load: Load, plan: MemoryPlan, peak_flops: float = H200_PEAK) -> float:
-    """Return the time of forward and backward on a GPU of this peak, without communication and optimizer."""
+    """Return the seconds of forward and backward on a GPU of this peak, without communication and optimizer."""
     matrix = 2 * load.tokens / MATRIX_RATE  # seconds for each weight
     attention = 2 * load.tokens * load.row * shape.query / ATTENTION_RATES.get(load.kernel, OTHER_ATTENTION_RATE)
     elementwise = load.tokens * load.size / MEMORY_RATE
     forward_elementwise = elementwise * (11 * shape.hidden + 3 * shape.inner)
-    products = 2 + load.trained_share  # with each weight: forward, the input's gradient, its own
+    products = 2 + load.trained_share  # per weight: forward, the input's gradient, the weight's gradient
     layer = products * matrix * shape.layer_parameters + 3.5 * attention
     layer += elementwise * (45 * shape.hidden + 11.5 * shape.inner)
     loss = 1.15 * products * matrix * shape.vocabulary * shape.hidden

@@ -1,4 +1,4 @@
-"""Tell what runs inside a checkpointed layer whether this is the layer's first run or a later one."""
+"""Tell code inside a checkpointed layer whether the layer runs for the first time or again in backward."""
 
 import contextlib
 import threading
@@ -10,17 +10,17 @@ import torch
 
 @dataclass
 class LayerRun:
-    """One run of a checkpointed layer: the first, without a graph, or one in backward that takes what the first kept.
+    """One run of a checkpointed layer: the first run, without a graph, or a recomputation in backward.
 
-    Attention keeps its results in the first run and takes them in the others, so that neither the kernel nor the
+    Attention records its results in the first run and reuses them in later runs, so that neither the kernel nor the
     forward collectives run again (the rematerialisation-aware checkpointing of arXiv 2310.03294, for every mode).
-    Linear layers do likewise.
+    Linear layers do the same.
 
     Attributes:
-        recomputing: results are taken from the lists below, not put into them.
+        recomputing: whether results are taken from the lists below instead of being added to them.
         attention: (out, *residuals) of the layer's attention calls in order; None to compute attention in every run.
         projections: outputs of the layer's linear layers in order; None to compute them in every run.
-        output_unread: nothing reads the values that the layer returns, only their graph.
+        output_unread: whether only the graph of the layer's output is used and its values are never read.
     """
 
     recomputing: bool = False
@@ -29,12 +29,12 @@ class LayerRun:
     output_unread: bool = False
 
 
-_current = threading.local()  # the backward of CUDA tensors, and so recomputation, runs on threads of autograd's own
+_current = threading.local()  # autograd runs the backward of CUDA tensors, and so recomputation, on its own threads
 
 
 @contextlib.contextmanager
 def layer_run(run: LayerRun) -> Iterator[None]:
-    """Run what this thread computes inside the block as a part of `run`."""
+    """Make `run` the current run of this thread inside the block."""
     previous = current_layer_run()
     _current.run = run
     try:
@@ -44,5 +44,5 @@ def layer_run(run: LayerRun) -> Iterator[None]:
 
 
 def current_layer_run() -> LayerRun | None:
-    """Return the checkpointed layer's run that this thread is in; None outside of one."""
+    """Return this thread's current run of a checkpointed layer, or None outside of one."""
     return getattr(_current, "run", None)

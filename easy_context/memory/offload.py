@@ -1,4 +1,4 @@
-"""Host memory for activations: copied out and back on a side stream, one layer ahead in backward."""
+"""Offload activations to host memory on a side stream, and prefetch them one layer ahead in backward."""
 
 import contextlib
 import mmap
@@ -9,10 +9,10 @@ import torch
 
 
 class _HostBuffers:
-    """Pinned buffers that are reused: pinning memory is slow, and every layer of every step needs some.
+    """A pool of reusable pinned buffers. Pinning memory is slow, and every layer of every step needs some.
 
-    A buffer serves any tensor that fits. No more bytes are held than were once in use together: rows that grow longer
-    and longer would otherwise leave buffers of every length behind.
+    A buffer serves any tensor that fits. The pool never holds more bytes than the largest amount in use at one time;
+    otherwise rows of increasing length would leave buffers of every length behind.
     """
 
     def __init__(self) -> None:
@@ -57,15 +57,15 @@ def _pin(size: int) -> torch.Tensor:
 
 
 def _unpin(buffers: list[torch.Tensor]) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+    torch.cuda.synchronize()  # a copy may still be in progress
     for buffer in buffers:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
 
 
 class _Host:
-    """What one device needs to put tensors away: the stream of all its copies, and the buffers.
+    """The copy stream and the host buffers of one device.
 
-    The first tensors of all layers share buffers, and so do the second, the third: those are alike.
+    Tensors with the same index in different layers have similar sizes, so each index has its own buffer pool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,17 +78,17 @@ _hosts: dict[torch.device, _Host] = {}
 
 
 def release_host_memory() -> None:
-    """Unpin the buffers that no tensor waits in."""
+    """Unpin the buffers that hold no tensor."""
     for host in _hosts.values():
         for buffers in host.buffers.values():
             buffers.let_go(buffers.free_bytes())
 
 
 class OffloadedTensors:
-    """Tensors in host memory until `fetch`. Tensors that are on the host already are simply kept.
+    """Tensors that stay in host memory until `fetch`. Tensors that are on the host already are kept unchanged.
 
-    Backward asks for layers in the reverse of the order in which forward put them away, so fetching one starts the copy
-    of the one before it.
+    Backward needs the layers in the reverse order of forward, so fetching one layer starts the copy of the layer before
+    it.
     """
 
     _host: _Host  # on CUDA
@@ -114,20 +114,20 @@ class OffloadedTensors:
                 buffer = self._host.buffers[i].take(tensor.numel() * tensor.element_size())
                 self._buffers.append(buffer)
                 self._view(buffer, i).copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._host.stream)  # its memory is not reused before the copy has read it
+                tensor.record_stream(self._host.stream)  # its memory must not be reused before the copy has read it
         self._previous = self._host.newest
         self._host.newest = weakref.ref(self)
 
     def _view(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
-        """Return a buffer as the i-th tensor, which waits in it."""
+        """Return a view of a buffer with the shape and dtype of the i-th tensor, which is stored in it."""
         shape, dtype = self._shapes[i]
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def start_fetch(self) -> None:
-        """Start copying back, if that has not begun."""
+        """Start copying the tensors back, unless the copy has already started."""
         if self._buffers is None or self._fetched is not None:
             return
-        # Allocated on the current stream: the copy may not start before what used this memory earlier is done.
+        # The memory is allocated on the current stream, so the copy must wait for earlier work that used this memory.
         fetched = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._shapes]
         self._host.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._host.stream):
@@ -137,7 +137,7 @@ class OffloadedTensors:
         self._fetched = fetched
 
     def fetch(self) -> list[torch.Tensor]:
-        """Return the tensors on their device, once, and start the copy of those that were put away before them."""
+        """Return the tensors on their device and start copying the previous layer's. May be called only once."""
         if self._kept is not None:
             return self._kept
         self.start_fetch()
@@ -151,7 +151,7 @@ class OffloadedTensors:
         return tensors
 
     def _finish(self) -> None:
-        """Let the current stream wait for a copy that has begun, and give the buffers back."""
+        """Make the current stream wait for a started copy, and return the buffers to the pool."""
         if self._fetched is not None:
             torch.cuda.current_stream(self.device).wait_event(self._ready)
             self._fetched = None
@@ -161,6 +161,6 @@ class OffloadedTensors:
         self._buffers = None
 
     def __del__(self) -> None:
-        """Where nobody fetches, after an exception say, memory must not be reused while a copy still writes to it."""
-        with contextlib.suppress(Exception):  # at the interpreter's end CUDA may be gone
+        """Wait for the copy: without a fetch, memory would be reused while the copy still writes to it."""
+        with contextlib.suppress(Exception):  # CUDA may be shut down when the interpreter exits
             self._finish()

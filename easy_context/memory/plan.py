@@ -1,4 +1,4 @@
-"""A memory plan: what each layer keeps for its backward, and where."""
+"""Memory plans: which tensors each layer keeps for its backward, and where."""
 
 import itertools
 import re
@@ -16,14 +16,14 @@ SYNTAX = (
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer keeps for its backward: on the device ("gpu"), in host memory ("cpu"), or not at all ("none").
+    """Where one layer keeps tensors for its backward: on the device ("gpu"), in host memory ("cpu"), or not ("none").
 
     Attributes:
-        input: the hidden states that the layer starts from. Without them, backward computes the layer before once more.
+        input: the layer's input hidden states; without them, backward runs the previous layer again.
         attention: attention's output and residuals; without them, attention and its communication run twice.
         projections: outputs of the linear layers for q, k, v, attention's output, gate and up; without them, these
             matrix products run twice. A layer that keeps them runs its MLP whole, not in tiles.
-        everything: the layer is not recomputed at all; the other fields mean nothing.
+        everything: whether the layer is not recomputed at all; the other fields are then ignored.
     """
 
     input: str = "gpu"
@@ -47,13 +47,13 @@ class LayerPlan:
 
 
 def plan_of_flags(gradient_checkpointing: str, keep_attention: str) -> LayerPlan:
-    """Return what --gradient-checkpointing {none,full,offload} and --keep-attention ask of every layer."""
+    """Return the plan of every layer for --gradient-checkpointing {none,full,offload} and --keep-attention."""
     if gradient_checkpointing == "none":
         return KEEP_EVERYTHING
     return LayerPlan(input={"full": "gpu", "offload": "cpu"}[gradient_checkpointing], attention=keep_attention)
 
 
-MemoryPlan = tuple[LayerPlan, ...]  # one for each layer, the first layer's first
+MemoryPlan = tuple[LayerPlan, ...]  # one entry for each layer, in order
 KEEP_EVERYTHING = LayerPlan(everything=True)
 
 
@@ -62,10 +62,10 @@ def parse_memory_plan(text: str, layers: int) -> MemoryPlan:
 
     Args:
         text: see `SYNTAX`.
-        layers: of the model.
+        layers: number of layers in the model.
 
     Raises:
-        ValueError: the text is not a plan, its counts do not give `layers`, or backward could not follow it.
+        ValueError: the text is not a plan, its counts do not add up to `layers`, or backward cannot follow the plan.
     """
     try:
         groups = [_parse_group(group) for group in re.split(r",(?![^(]*\))", text)]
@@ -89,7 +89,7 @@ def parse_memory_plan(text: str, layers: int) -> MemoryPlan:
 
 
 def _parse_group(group: str) -> tuple[int | None, MemoryPlan]:
-    """Return the count of an entry, None if it has none, and its layers: several if it is in parentheses."""
+    """Return an entry's count (None without one) and its layers (several if the entry is in parentheses)."""
     count, star, entries = group.rpartition("*")
     if star and not re.fullmatch(r"[1-9]\d*", count.strip()):
         raise ValueError(f"the count {count.strip()!r} is not a whole number of at least 1")
@@ -122,7 +122,7 @@ def _parse_layer(entry: str) -> LayerPlan:
 
 
 def check_memory_plan(plan: MemoryPlan) -> None:
-    """Raise ValueError where a layer keeps no input and the layer before it cannot be run again to make it."""
+    """Raise ValueError if a layer keeps no input and the previous layer cannot run again to recompute it."""
     for number, (before, layer) in enumerate(zip((None, *plan), plan, strict=False), start=1):
         if not layer.everything and layer.input == "none" and (before is None or before.everything):
             raise ValueError(
@@ -145,7 +145,7 @@ def format_memory_plan(plan: MemoryPlan) -> str:
 
 
 def _repeats(texts: list[str], period: int) -> int:
-    """Return how many times in a row the first `period` texts come at the beginning."""
+    """Return how many times in a row the first `period` texts repeat at the beginning."""
     count = 1
     while texts[count * period : (count + 1) * period] == texts[:period]:
         count += 1

@@ -1,4 +1,4 @@
-"""Choose the memory plan by which a step is fastest, among those that fit."""
+"""Choose the fastest memory plan that fits."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from .forecast import Load, Memory, Shape, activation_memory, micro_batch_seconds
 from .plan import KEEP_EVERYTHING, LayerPlan, MemoryPlan
 
-TILE_SIZE = 16384  # tokens, where a choice of the tile is left open
+TILE_SIZE = 16384  # tokens, if the tile size is chosen automatically
 
 
 def fastest_plan(
@@ -18,17 +18,17 @@ def fastest_plan(
     tile_sizes: Iterable[int] = (0, TILE_SIZE),
     plan: MemoryPlan | None = None,
 ) -> tuple[MemoryPlan, int] | None:
-    """Return the plan, and the tokens of an MLP's tile, that take the least time of those that fit; None if none does.
+    """Return the fastest plan that fits and the tile size of its MLPs in tokens; None if no plan fits.
 
-    Backward begins with the last layers. So these keep most: it is gone when the first layers are recomputed and need
-    memory to work in.
+    Backward begins with the last layers. These keep the most, because their tensors are freed before the first layers
+    are recomputed and need memory.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         load: a micro-batch; its tile size is not used.
-        fits: says of the memory of activations whether there is room for it.
-        tile_sizes: to choose from; 0 for whole MLPs.
-        plan: the only plan to try, if it is given.
+        fits: returns whether the given memory of activations is available.
+        tile_sizes: tile sizes to choose from; 0 for untiled MLPs.
+        plan: the only plan to try, if given.
     """
     best: tuple[float, MemoryPlan, int] | None = None
     for tile_size in tile_sizes:
@@ -45,26 +45,26 @@ def fastest_plan(
 
 
 def most_frugal_plan(layers: int) -> MemoryPlan:
-    """Return the plan that takes the least memory of the GPU."""
+    """Return the plan that needs the least GPU memory."""
     return (LayerPlan(input="cpu", attention="none"),) * layers
 
 
 def _full_plans(layers: int, fits: Callable[[MemoryPlan], bool]) -> Iterator[MemoryPlan]:
-    """Yield plans to which nothing can be added: for each place of inputs, and order of places for attention."""
+    """Yield maximal plans, one for each place of the inputs and each order of places for attention."""
     for inputs, places in itertools.product((("gpu",), ("cpu",), ("cpu", "none")), (("gpu", "cpu"), ("cpu", "gpu"))):
         turns = itertools.cycle(LayerPlan(input=place, attention="none") for place in inputs)
         plan, without = tuple(itertools.islice(turns, layers)), layers
         for place in places:
             plan, without = _keep_more(plan, without, fits, attention=place)
         if without == 0:
-            kept = inputs[0]  # a layer whose projections are kept is not the place to save an input
+            kept = inputs[0]  # layers that keep their projections also keep their input
             plan, _ = _keep_more(plan, layers, fits, input=kept, projections="gpu")
         plan, _ = _keep_more(plan, layers, fits, **asdict(KEEP_EVERYTHING))
         yield plan
 
 
 def _keep_more(plan: MemoryPlan, end: int, fits: Callable[[MemoryPlan], bool], **more: Any) -> tuple[MemoryPlan, int]:
-    """Let as many of the layers before `end` as fit keep more, the last of them first.
+    """Let as many layers before `end` as fit keep more, starting with the last of them.
 
     Returns:
         The plan, and the number of layers before the changed ones.

@@ -1,4 +1,4 @@
-"""Linear layers of a checkpointed decoder layer whose outputs backward takes from the first run, or need not have."""
+"""Reuse or skip the outputs of linear layers when a checkpointed decoder layer is recomputed."""
 
 import types
 from collections.abc import Callable
@@ -14,23 +14,23 @@ _LAST_OUTPUT_IS_ADDED = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def apply_known_projections(layer: Any, model_type: str) -> None:
-    """Let the linear layers of a decoder layer do what its `LayerRun` says.
+    """Make the linear layers of a decoder layer follow its `LayerRun`.
 
-    Where the run keeps projections, the first run records the outputs of all linear layers but the last, and the
-    recomputation takes them. The last one, the MLP's down projection, is not computed in a recomputation at all, for
-    nothing reads what a recomputed layer returns: 27 % of the recomputed matrix products of a Llama-3-8B shape.
+    If the run keeps projections, the first run records the outputs of all linear layers but the last, and the
+    recomputation reuses them. A recomputation skips the last one, the MLP's down projection, because nothing reads the
+    output of a recomputed layer. This saves 27 % of the recomputed matrix products of a Llama-3-8B shape.
 
     Args:
         layer: a Hugging Face decoder layer. Call this before DeepSpeed or DDP wraps the model.
-        model_type: of its config; the last linear layer is left out only in families known to allow it.
+        model_type: model type in its config; the last linear layer is skipped only in families known to allow it.
     """
     last = layer.mlp.down_proj if model_type in _LAST_OUTPUT_IS_ADDED else None
-    last = getattr(last, "base_layer", last)  # LoRA's own product is added to its output, and likewise read by nobody
+    last = getattr(last, "base_layer", last)  # LoRA's product is added to its output, which nothing reads either
     for name, module in layer.named_modules():
-        if ".lora_" in name:  # two thin products that are cheaper to compute again than to keep
+        if ".lora_" in name:  # LoRA's two thin products are cheaper to compute again than to keep
             continue
-        if type(module) is torch.nn.Linear and "forward" not in vars(module):  # once, however many plans come
-            # Liger rotates q and k where they lie, which would change the recorded tensors.
+        if type(module) is torch.nn.Linear and "forward" not in vars(module):  # replace forward only once
+            # Liger rotates q and k in place, which would change the recorded tensors.
             changed_in_place = name.endswith(("q_proj", "k_proj"))
             forward = _last_forward if module is last else _recorded_forward(changed_in_place)
             module.forward = types.MethodType(forward(module.forward), module)
@@ -41,7 +41,7 @@ def _last_forward(plain_forward: Callable) -> Callable:
         run = current_layer_run()
         if run is None or not run.output_unread:
             return plain_forward(hidden)
-        # One number seen as a whole tensor. It is NaN, so that a layer which does read it cannot go unnoticed.
+        # One number expanded to the full shape. It is NaN, so that reading it by mistake is noticed.
         nothing = hidden.new_full((), torch.nan, dtype=autocast_dtype(hidden))
         return _known_output(self, hidden, nothing.expand(*hidden.shape[:-1], self.out_features))
 
@@ -72,14 +72,14 @@ def _known_output(linear: torch.nn.Linear, hidden: torch.Tensor, out: torch.Tens
 
 
 class _KnownOutput(torch.autograd.Function):
-    """A linear layer's place in the graph, without its forward."""
+    """A linear layer in the graph that skips its forward computation."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
-        return out.view_as(out)  # autograd marks what is returned; `out` may be recorded for more than this run
+        return out.view_as(out)  # autograd modifies the returned tensor, and `out` may be recorded for several runs
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

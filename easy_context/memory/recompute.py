@@ -1,8 +1,8 @@
-"""Gradient checkpointing that keeps of each layer what a memory plan says, on the GPU or in host memory.
+"""Gradient checkpointing that follows a memory plan: each layer's tensors stay on the GPU, on the host, or nowhere.
 
-A checkpointed layer runs without a graph; in backward it runs again with one. What the plan keeps is not computed a
-second time: attention's results and the outputs of linear layers (see `layer_run.LayerRun`). Inputs wait on the host,
-as in Unsloth's offloaded checkpointing, or on the GPU, or are made once more from the layer before.
+A checkpointed layer runs without a graph, and runs again with one in backward. Attention's results and the outputs of
+linear layers that the plan keeps are not computed again (see `layer_run.LayerRun`). Inputs stay on the host, as in
+Unsloth's offloaded checkpointing, or on the GPU, or are recomputed by running the previous layer again.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from .projections import apply_known_projections
 from .tiled_mlp import apply_tiled_mlp
 
 _original_checkpoint: Callable | None = None
-_newest = threading.local()  # `layer`, `output`: the checkpointed layer that ran last, if the next one keeps no input
+_newest = threading.local()  # `layer`, `output`: the checkpointed layer that ran last, if the next layer keeps no input
 
 
 def apply_memory_plan(model: PreTrainedModel, plan: MemoryPlan, *, mlp_tile_size: int = 0) -> PreTrainedModel:
-    """Make a Hugging Face decoder keep for its backward what `plan` says, and recompute the rest.
+    """Make a Hugging Face decoder keep the tensors in `plan` for its backward, and recompute the rest.
 
     Args:
-        model: with `model.layers`; call this before DeepSpeed or DDP wraps it.
+        model: a model with `model.layers`. Call this before DeepSpeed or DDP wraps it.
         plan: one entry for each layer.
-        mlp_tile_size: tokens of a tile of the MLPs that are recomputed (see `apply_tiled_mlp`); 0 for whole MLPs.
+        mlp_tile_size: tokens in a tile of a recomputed MLP (see `apply_tiled_mlp`); 0 for untiled MLPs.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the plan has another number of layers, or backward could not follow it.
+        ValueError: the plan has a different number of layers than the model, or backward cannot follow it.
     """
     layers = model.model.layers
     if len(plan) != len(layers):
@@ -59,15 +59,15 @@ def apply_memory_plan(model: PreTrainedModel, plan: MemoryPlan, *, mlp_tile_size
 def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
     *, offload: bool = True, keep_attention: str = "gpu"
 ) -> None:
-    """Make Hugging Face's `model.gradient_checkpointing_enable()`, called afterwards, use this module's checkpointing.
+    """Make later calls of Hugging Face's `model.gradient_checkpointing_enable()` use this module's checkpointing.
 
-    `apply_memory_plan` does more: a plan for each layer, and less to recompute.
+    `apply_memory_plan` can do more: it accepts a plan for each layer, and it recomputes less.
 
     Args:
-        offload: put the layers' inputs into host memory (pinned, copied while the GPU computes); False keeps them on
+        offload: whether to move the layers' inputs to pinned host memory while the GPU computes; False keeps them on
             the device.
-        keep_attention: where attention outputs and their log-sum-exp wait for backward: "gpu" (the device), "cpu" (the
-            host), or "none" to compute attention twice.
+        keep_attention: where attention outputs and their log-sum-exp are kept for backward: "gpu" (the device), "cpu"
+            (the host), or "none" to compute attention twice.
 
     Raises:
         ValueError: an unknown `keep_attention`.
@@ -82,9 +82,9 @@ def apply_unsloth_offloaded_gradient_checkpoint_monkey_patch(
 
 
 def remove_unsloth_offloaded_gradient_checkpoint_monkey_patch() -> None:
-    """Undo the patch, and unpin the host memory that nothing waits in.
+    """Undo the patch, and unpin unused host memory.
 
-    Models whose checkpointing was enabled under the patch keep it until it is enabled anew.
+    Models whose checkpointing was enabled under the patch keep it until it is enabled again.
     """
     global _original_checkpoint
     release_host_memory()
@@ -104,16 +104,16 @@ def checkpoint_layer(
     """Run `function(*args)` without a graph now, and again with one in backward.
 
     Args:
-        function: a layer; tensors that need gradients are positional arguments, parameters may be anywhere.
-        args: what it is called with; the hidden states first.
-        keeps: what stays for backward, and where.
-        makes_input: the next layer keeps no input, and in backward has this one make it again.
-        preserve_rng_state: draw the same dropout masks in the second run.
-        use_reentrant: accepted for `gradient_checkpointing_kwargs`; this checkpointing is of the reentrant kind either
-            way, and works without an input that requires gradients.
+        function: a layer. Tensors that need gradients, other than parameters, must be positional arguments.
+        args: positional arguments of the layer, beginning with the hidden states.
+        keeps: which tensors are kept for backward, and where.
+        makes_input: whether the next layer keeps no input and in backward runs this layer again to recompute it.
+        preserve_rng_state: whether to draw the same dropout masks in the second run.
+        use_reentrant: accepted for `gradient_checkpointing_kwargs` and ignored. This checkpointing is always reentrant,
+            and works without an input that requires gradients.
 
     Returns:
-        What the layer returns: a tensor or a tuple of tensors.
+        The layer's output: a tensor or a tuple of tensors.
     """
     # A layer with trainable parameters but a frozen input still needs a node in the graph; this tensor makes one.
     trigger = torch.empty(0, requires_grad=True)
@@ -156,15 +156,15 @@ class _CheckpointedLayer(torch.autograd.Function):
 
 
 class _FirstRun:
-    """What a layer's first run leaves for its backward: what to run again, in which setting, and what was kept.
+    """The record of a layer's first run that backward needs: the function, its context, and the kept tensors.
 
-    What waits on the host is one group, so that backward, which fetches one layer ahead, fetches all of it.
+    All tensors on the host form one group, so that the prefetch of the next layer in backward fetches all of them.
     """
 
     def __init__(
         self, function: Callable, context: "_RunContext", args: tuple, run: LayerRun, keeps: LayerPlan
     ) -> None:
-        """Start moving to the host what `keeps` has there: floating-point tensors among `args`, recorded results."""
+        """Start moving the tensors that `keeps` places on the host: floating-point `args` and recorded results."""
         self._function, self._context = function, context
         self._requires_grad = [isinstance(x, torch.Tensor) and x.requires_grad for x in args]
         self._before = _take_layer_that_made(args[0]) if keeps.input == "none" else None
@@ -187,7 +187,7 @@ class _FirstRun:
         """Run the layer again, once.
 
         Returns:
-            The arguments, as leaves of a new graph, and what the layer returns, whose values mean nothing.
+            The arguments, as leaves of a new graph, and the layer's output, whose values are undefined.
         """
         args, attention, projections = self._fetch()
         self._values, self._before = [], None
@@ -200,14 +200,14 @@ class _FirstRun:
             return args, self._function(*args)
 
     def output(self) -> Any:
-        """Return what the layer returned: run it again without a graph, for the layer after it that kept no input."""
+        """Run the layer again without a graph, and return its output for the next layer, which kept no input."""
         args, attention, _ = self._fetch()
-        # Projections are computed anew: Liger would change the kept ones where they lie, which are needed once more.
+        # Projections are computed again, because Liger would change the kept ones in place, and they are still needed.
         with self._context.restored(), torch.no_grad(), layer_run(LayerRun(recomputing=True, attention=attention)):
             return self._function(*args)
 
     def _fetch(self) -> tuple[list, list[tuple[torch.Tensor, ...]] | None, list[torch.Tensor] | None]:
-        """Return the arguments, attention's results and the projections, and hold them on the device from now on."""
+        """Fetch the arguments, attention's results and the projections to the device, and return them."""
         if self._offloaded is not None:
             fetched = iter(self._offloaded.fetch())
             self._values = [next(fetched) if away else x for x, away in zip(self._values, self._moved, strict=True)]
@@ -222,9 +222,9 @@ class _FirstRun:
 
 
 def _take_layer_that_made(hidden: torch.Tensor) -> _FirstRun | None:
-    """Return the newest checkpointed layer if `hidden` is its output as it came out, None if something lies between.
+    """Return the most recent checkpointed layer if `hidden` is its unchanged output, else None.
 
-    Hooks between two layers, ZeRO-3's for one, may make another tensor of the same memory.
+    Hooks between two layers, such as ZeRO-3's, may make another tensor of the same memory.
     """
     layer, output = getattr(_newest, "layer", None), getattr(_newest, "output", None)
     _newest.layer = _newest.output = None
@@ -233,7 +233,7 @@ def _take_layer_that_made(hidden: torch.Tensor) -> _FirstRun | None:
 
 
 class _RunContext:
-    """Random state and autocast setting in which a layer first ran, to run it again in the same."""
+    """The random state and autocast setting of a layer's first run, to be restored when it runs again."""
 
     def __init__(self, device: torch.device, preserve_rng_state: bool) -> None:
         self._device = device

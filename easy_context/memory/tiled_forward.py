@@ -1,8 +1,8 @@
-"""A forward pass without gradients that holds little more than one layer's attention: evaluation of long rows.
+"""A forward pass without gradients for evaluating long rows. It needs little more memory than one layer's attention.
 
-Everything in a decoder layer but attention treats each token by itself. So q, k and v are made some tokens at a time,
-attention runs once over the whole shard, and what follows it is again done by tiles, which overwrite the layer's input.
-At the peak, in attention, the hidden states, q, k, v and attention's output are alive, and nothing else of their size.
+Except for attention, a decoder layer treats each token independently. Therefore q, k and v are computed tile by tile,
+attention runs once over the whole shard, and the rest of the layer runs tile by tile and overwrites the layer's input.
+At the peak, during attention, the only large tensors are the hidden states, q, k, v and attention's output.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ TILE_SIZE, SMALL_TILE_SIZE = 16384, 4096  # tokens
 
 @contextlib.contextmanager
 def tiled_forward(decoder: Any, tile_size: int = TILE_SIZE) -> Iterator[None]:
-    """Inside the block, run the decoder's forward passes without gradients by tiles; others run as usual.
+    """Run the decoder's forward passes without gradients tile by tile inside the block; others run as usual.
 
-    Layers overwrite their input. So do not give the decoder `inputs_embeds` that are still needed, nor ask it for
+    Layers overwrite their input. Do not pass `inputs_embeds` that are still needed, and do not request
     `output_hidden_states`.
 
     Args:
         decoder: a Hugging Face decoder of a patched family, without its output layer: `model.base_model`.
-        tile_size: tokens of the local shard that are computed together outside of attention.
+        tile_size: number of local tokens that are computed together outside of attention.
 
     Raises:
         ValueError: tile_size is not positive.
@@ -41,7 +41,7 @@ def tiled_forward(decoder: Any, tile_size: int = TILE_SIZE) -> Iterator[None]:
 
 
 def gather_layers_whole(model: Any) -> None:
-    """Let ZeRO-3 gather a layer's weights once a pass, not once a tile; call it before DeepSpeed wraps the model."""
+    """Make ZeRO-3 gather a layer's weights once per pass, not per tile. Call it before DeepSpeed wraps the model."""
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, [type(model.base_model.layers[0])])
@@ -49,8 +49,8 @@ def gather_layers_whole(model: Any) -> None:
 
 @contextlib.contextmanager
 def _replaced_forward(module: torch.nn.Module, forward: Callable) -> Iterator[None]:
-    """Give a module another forward inside the block; its hooks run as before."""
-    own = vars(module).get("forward")  # None: its class's
+    """Replace a module's forward inside the block; its hooks run as before."""
+    own = vars(module).get("forward")  # None if forward is the class's method
     module.forward = forward
     try:
         yield
@@ -62,7 +62,7 @@ def _replaced_forward(module: torch.nn.Module, forward: Callable) -> Iterator[No
 
 
 def _run_norm(plain_forward: Callable, tile_size: int, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply the last norm where `hidden` `[batch, shard, hidden_size]` lies."""
+    """Apply the last norm in place to `hidden` `[batch, shard, hidden_size]`."""
     if torch.is_grad_enabled():
         return plain_forward(hidden)
     for rows in hidden.split(tile_size, dim=1):
@@ -73,23 +73,23 @@ def _run_norm(plain_forward: Callable, tile_size: int, hidden: torch.Tensor) -> 
 def _run_layer(
     layer: Any, plain_forward: Callable, tile_size: int, hidden_states: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """Run a layer in place of its `plain_forward`, and return its input `[batch, shard, hidden_size]`, overwritten."""
+    """Run a layer tile by tile, and return its output `[batch, shard, hidden_size]` in the memory of its input."""
     if torch.is_grad_enabled() or options.get("cache", options.get("past_key_values")) is not None:
         return plain_forward(hidden_states, **options)
     attention = layer.self_attn
     outs = _attend(layer, tile_size, hidden_states, options)
     for rows, out in zip(*(x.split(tile_size, dim=1) for x in (hidden_states, outs)), strict=True):
-        # The layer's own forward adds residuals and runs the MLP; attention is done but for its last projection.
+        # The layer's own forward adds residuals and runs the MLP. Only attention's last projection is still missing.
         with _replaced_forward(attention, lambda out=out, **_: (attention.o_proj(out.flatten(2)), None)):
             rows.copy_(plain_forward(rows, **options))
     return hidden_states
 
 
 def _attend(layer: Any, tile_size: int, hidden: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return what attention gives to a layer's output projection, `[batch, shard, heads, head_dim]`."""
+    """Return attention's output before the layer's output projection, `[batch, shard, heads, head_dim]`."""
     row = _CollectedRow(hidden.shape[1])
     tiles = (x.split(tile_size, dim=1) for x in (hidden, *options["position_embeddings"]))
-    with _replaced_forward(layer.self_attn.o_proj, lambda out: out):  # of this call only q, k and v are wanted
+    with _replaced_forward(layer.self_attn.o_proj, lambda out: out):  # only q, k and v are used
         for rows, *embeddings in zip(*tiles, strict=True):
             own = {"hidden_states": layer.input_layernorm(rows), "position_embeddings": tuple(embeddings)}
             layer.self_attn(**{**options, **own}, collect=row.collect)
@@ -97,7 +97,7 @@ def _attend(layer: Any, tile_size: int, hidden: torch.Tensor, options: dict[str,
 
 
 class _CollectedRow:
-    """q, k and v of a shard, put together from those of its tiles."""
+    """q, k and v of a shard, assembled from its tiles."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens, self._collected = tokens, 0
@@ -105,10 +105,10 @@ class _CollectedRow:
         self._attention: Callable | None = None
 
     def collect(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention: Callable) -> torch.Tensor:
-        """Take a tile's tensors `[batch, heads, tile, head_dim]` and the attention that the row is to have.
+        """Add a tile's tensors `[batch, heads, tile, head_dim]`, and remember the row's attention function.
 
         Returns:
-            A tensor that may stand for attention's output where nothing reads it.
+            A placeholder for attention's output, which nothing reads.
         """
         parts = [part.transpose(1, 2) for part in (query, key, value)]
         if not self._tensors:

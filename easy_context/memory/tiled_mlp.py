@@ -1,8 +1,8 @@
-"""The MLP of a decoder layer, some tokens at a time: long shards without their wide intermediate activations.
+"""Run the MLP of a decoder layer in tiles of tokens, so that its wide intermediate activations stay small.
 
-Under this package's gradient checkpointing it costs no computation. A recomputed layer's own output is read by nobody,
+With this package's gradient checkpointing, tiling adds no computation. Nothing reads the output of a recomputed layer,
 so the recomputation skips the MLP's forward, and its backward runs forward and backward tile by tile. (Arctic Long
-Sequence Training, arXiv 2506.13996, tiles likewise but runs the forward a third time.)
+Sequence Training, arXiv 2506.13996, uses the same tiles but runs the forward a third time.)
 """
 
 import types
@@ -26,8 +26,8 @@ def apply_tiled_mlp(
     Args:
         model: a Hugging Face decoder with `model.layers[i].mlp`, trained with this package's gradient checkpointing.
             Call it before DeepSpeed or DDP wraps the model.
-        tile_size: tokens of the local shard in one tile; shards that are not longer run as usual.
-        layers: those of the model whose MLPs run in tiles; all of them if None.
+        tile_size: number of local tokens in one tile; shards up to this length run as usual.
+        layers: layers of the model whose MLPs run in tiles; all layers if None.
 
     Returns:
         The same model.
@@ -40,8 +40,8 @@ def apply_tiled_mlp(
     for layer in model.model.layers if layers is None else layers:
         mlp = layer.mlp
         mlp.forward = types.MethodType(_tiled_forward(mlp.forward, tile_size), mlp)
-    # ZeRO-3 gathers the weights of a leaf module together, and a tile needs all of the MLP's. The mark has no effect
-    # without ZeRO-3, which may shard the weights before this call or after it.
+    # ZeRO-3 gathers all weights of a leaf module together, and a tile needs all weights of the MLP. The mark has no
+    # effect without ZeRO-3, which may shard the weights before or after this call.
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
@@ -60,7 +60,7 @@ def _tiled_forward(whole_forward: Callable, tile_size: int) -> Callable:
 
 
 class _TiledMLP(torch.autograd.Function):
-    """The parameters are arguments, so that each gets its gradient once a backward, as ZeRO's and DDP's hooks ask."""
+    """An MLP in tiles. Its parameters are arguments, since ZeRO's and DDP's hooks expect one gradient per backward."""
 
     @staticmethod
     def forward(ctx, hidden, mlp, tile_size, *parameters):
