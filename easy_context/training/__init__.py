@@ -1,1 +1,1 @@
-"""What train.py calls: flags and their checks, Accelerate and DeepSpeed, rows, metrics, saving and resuming."""
+"""The parts of train.py: flags and their checks, Accelerate and DeepSpeed, rows, metrics, saving and resuming."""

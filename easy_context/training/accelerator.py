@@ -1,4 +1,4 @@
-"""The Accelerator and what it prepares, set up alike for DeepSpeed or plain PyTorch, on CUDA or CPU."""
+"""Create the Accelerator and prepare model and optimizer, for DeepSpeed or plain PyTorch, on CUDA or CPU."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=1_000_000)  # one rank may prepare data o
 
 
 def build_accelerator(args: Arguments) -> Any:
-    """Make the Accelerator that the launch configuration and the flags ask for.
+    """Create the Accelerator for the launch configuration and the flags.
 
     Args:
         args: train.py's arguments.
@@ -33,7 +33,7 @@ def build_accelerator(args: Arguments) -> Any:
         processes.
 
     Raises:
-        RuntimeError: Accelerate sees another number of processes than were launched.
+        RuntimeError: Accelerate's number of processes differs from the number of launched processes.
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
@@ -78,7 +78,7 @@ def build_accelerator(args: Arguments) -> Any:
 
 
 def _slow_bf16(mixed_precision: str, cpu: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return advice where this CPU has no instructions for bf16; None where it has, or where Linux does not tell."""
+    """Return advice if this CPU has no instructions for bf16; None if it has them or if this is unknown."""
     if mixed_precision != "bf16" or not cpu.is_file() or _BF16_INSTRUCTIONS & set(cpu.read_text().split()):
         return None
     return (
@@ -88,7 +88,7 @@ def _slow_bf16(mixed_precision: str, cpu: Path = Path("/proc/cpuinfo")) -> str |
 
 
 def launched_for_deepspeed() -> bool:
-    """Whether `accelerate launch` started this process with a DeepSpeed configuration."""
+    """Return whether `accelerate launch` started this process with a DeepSpeed configuration."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
@@ -102,7 +102,7 @@ class _BesideBar(logging.StreamHandler):
 
 
 def _set_up_logs(is_main_process: bool) -> None:
-    """Let rank 0 say what this package chose, and keep out what libraries say of their own calls, hundreds of times."""
+    """Log this package's choices on rank 0, and suppress repeated messages of libraries."""
     from transformers.utils.logging import disable_progress_bar
 
     logging.basicConfig(format="%(message)s", handlers=[_BesideBar()])
@@ -150,7 +150,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Argu
         args: train.py's arguments.
 
     Returns:
-        The prepared model and optimizer, which steps in backward where that makes the same step.
+        The prepared model and optimizer. The optimizer steps in backward if that gives the same step.
     """
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
@@ -159,7 +159,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Argu
             optimizer = UpdatesInBackward(optimizer.optimizer)
         return model, optimizer
     without_zero = plugin.deepspeed_config["zero_optimization"].get("stage", 0) == 0
-    clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed would, but not tell the norm
+    clip_here = without_zero and args.mixed_precision == "no"  # DeepSpeed's clipping would not return the norm
     if clip_here:
         plugin.deepspeed_config["gradient_clipping"] = 0.0
     engine, optimizer = accelerator.prepare(model, optimizer)
@@ -172,7 +172,7 @@ def prepare(accelerator: Any, model: torch.nn.Module, optimizer: Any, args: Argu
 
 
 def _clip_in_engine(engine: Any, max_norm: float) -> None:
-    """Let a DeepSpeed engine clip the reduced gradients, step only if they are finite, and tell their norm."""
+    """Make a DeepSpeed engine clip the reduced gradients, step only if they are finite, and return their norm."""
     norm, step = None, engine.optimizer.step
 
     def clip_and_step(*args: Any, **options: Any) -> None:
@@ -186,16 +186,16 @@ def _clip_in_engine(engine: Any, max_norm: float) -> None:
 
 
 def clip_and_step(accelerator: Any, model: Any, optimizer: Any, max_norm: float) -> float | None:
-    """Clip the gradients and make the optimizer step, at the end of an accumulation window, if their norm is finite.
+    """At the end of an accumulation window, clip the gradients, and step the optimizer if their norm is finite.
 
-    DeepSpeed has done the same inside backward, and `UpdatesInBackward` its step. Gradients are zeroed, whether there
-    was a step or not.
+    DeepSpeed has already done both inside backward, and `UpdatesInBackward` has already made its step. Gradients are
+    zeroed whether or not there was a step.
 
     Args:
         accelerator: the Accelerator.
         model: prepared, like the optimizer.
-        optimizer: of plain PyTorch.
-        max_norm: greatest norm; 0 for no clipping.
+        optimizer: a plain PyTorch optimizer.
+        max_norm: largest gradient norm; 0 for no clipping.
 
     Returns:
         The norm of the gradients of all processes before clipping; None inside the window.

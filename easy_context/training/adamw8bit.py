@@ -1,4 +1,4 @@
-"""torchao's AdamW with moments of 8 bits, as this package runs and saves it; importing this needs torchao."""
+"""torchao's AdamW with 8-bit moments, adapted to this package's training and checkpoints. Importing needs torchao."""
 
 import contextlib
 from collections.abc import Iterable
@@ -8,15 +8,15 @@ import torch
 import torchao.optim
 from torchao.optim.subclass_8bit import OptimState8bit
 
-_CODES, _SCALE = ".codes", ".scale"  # what is added to the name of a moment that is kept in 8 bits
+_CODES, _SCALE = ".codes", ".scale"  # suffixes for the name of an 8-bit moment
 
 
 class AdamW8bit(torchao.optim.AdamW8bit):
     """AdamW whose weights stay in bf16 without a float32 copy, and whose moments take 8 bits each.
 
-    A step is computed in float32. Its bf16 weights are rounded up or down at random, by how near each is, so that
-    updates below bf16's resolution count on average. 256 elements of a moment share a float32 scale. Moments of
-    embeddings, and of parameters with fewer than 4096 elements or with a number that 256 does not divide, are float32.
+    A step is computed in float32. Its result is rounded to bf16 stochastically, so that updates below bf16's resolution
+    count on average. 256 elements of a moment share a float32 scale. Moments are float32 for embeddings, for parameters
+    with fewer than 4096 elements, and for parameters whose number of elements is not a multiple of 256.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         """Make the optimizer.
 
         Args:
-            groups: of parameters, each with its `weight_decay`.
+            groups: parameter groups, each with its `weight_decay`.
             lr: learning rate, which torchao keeps in tensors.
-            betas: of AdamW.
-            embeddings: those of the parameters whose gradients are zero for tokens that a step lacks. In 8 bits a small
-                second moment is 0 where the first is not yet, and such a step would divide the one by the other.
-            rounding_seed: for processes that hold the same weights and so must round them alike; None to draw from
-                PyTorch's random state as it is.
+            betas: AdamW's betas.
+            embeddings: embedding parameters, whose gradients are zero for tokens that a step does not contain. In 8
+                bits, a small second moment can become 0 before the first does, and the step would divide by it.
+            rounding_seed: seed for processes that hold the same weights and must round them in the same way; None to
+                use PyTorch's current random state.
         """
         super().__init__(groups, lr=lr, betas=betas, bf16_stochastic_round=True)
         self._embeddings, self._rounding_seed = set(embeddings), rounding_seed
@@ -61,7 +61,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return max((int(state["step"]) for state in self.state.values() if state), default=0)
 
     def plain_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a parameter's state as ordinary tensors, not copied: a moment in 8 bits as its codes and its scales.
+        """Return a parameter's state as ordinary tensors without copying. An 8-bit moment becomes its codes and scales.
 
         The state is empty before the first step.
         """
@@ -74,10 +74,10 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         return plain
 
     def load_plain_state(self, parameter: torch.Tensor, plain: dict[str, torch.Tensor]) -> None:
-        """Take over a parameter's state from what `plain_state` returned for it.
+        """Load a parameter's state that `plain_state` returned.
 
         Raises:
-            ValueError: it is the state of another optimizer, or of a parameter of another size.
+            ValueError: the state belongs to a different optimizer, or to a parameter of a different size.
         """
         state: dict[str, torch.Tensor] = {}
         for name in ("exp_avg", "exp_avg_sq") if plain else ():

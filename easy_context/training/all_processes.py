@@ -1,4 +1,4 @@
-"""What the processes of a launch tell each other between two steps; every process makes the same calls."""
+"""Exchange small values between the processes of a launch. All functions are collective."""
 
 from typing import Any
 

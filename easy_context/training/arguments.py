@@ -1,4 +1,4 @@
-"""train.py's flags, a documented field each; checks.py holds what is checked before anything heavy loads."""
+"""train.py's flags, each a documented field. checks.py checks their values before anything heavy loads."""
 
 import argparse
 import dataclasses
@@ -17,9 +17,9 @@ def _flag(default: Any, help: str, *, least: float | None = None, **options: Any
     """Describe a flag of train.py.
 
     Args:
-        default: its value where it is not given.
-        help: what it does, its unit, and what its default means.
-        least: smallest number that it takes.
+        default: value if the flag is not given.
+        help: help text with the effect of the flag, its unit, and the meaning of its default.
+        least: smallest accepted number.
         options: further keyword arguments of `ArgumentParser.add_argument`.
     """
     metadata = {"least": least, "options": {"help": help, **options}}

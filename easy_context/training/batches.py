@@ -26,7 +26,7 @@ class RowStream:
         return self._rows[self.index(number)]
 
     def index(self, number: int) -> int:
-        """Return where row `number`, counted from the start of training, is in the dataset."""
+        """Return the dataset index of row `number`, counted from the start of training."""
         epoch, offset = divmod(number, len(self._rows))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -56,7 +56,7 @@ def training_steps(rows: TokenRows, args: Arguments, mesh: Mesh, first_step: int
 
 
 def rows_of_step(rows: TokenRows, args: Arguments, mesh: Mesh, step: int) -> list[int]:
-    """Return where the rows of an optimizer step, counted from 1, are in the dataset, over all processes."""
+    """Return the dataset indices of the rows of an optimizer step, counted from 1, over all processes."""
     stream, size = RowStream(rows, args.seed), args.gradient_accumulate_every * args.batch_size * mesh.data_size
     return [stream.index(number) for number in range((step - 1) * size, step * size)]
 
@@ -64,7 +64,7 @@ def rows_of_step(rows: TokenRows, args: Arguments, mesh: Mesh, step: int) -> lis
 def evaluation_batches(rows: TokenRows, args: Arguments, mesh: Mesh) -> Iterator[Batch]:
     """Yield every row once over all data-parallel groups.
 
-    Where rows run out, rows without targets keep the groups in step.
+    Groups without rows left get rows without targets, so that all groups make the same number of steps.
     """
     for start in range(0, len(rows), args.batch_size * mesh.data_size):
         first = start + mesh.data_rank * args.batch_size
@@ -78,13 +78,13 @@ def collate(rows: list[TokenRow], seq_length: int) -> Batch:
     """Put rows of any length into one batch: longer ones are cut at seq_length, shorter ones padded on the right.
 
     Args:
-        rows: of a dataset.
-        seq_length: most tokens of a row.
+        rows: rows of a dataset.
+        seq_length: maximum number of tokens in a row.
 
     Returns:
-        `input_ids` and `targets` (the next token's id, or -100) `[batch, longest]` int64; padding is token 0 without a
-        target, which the causal mask hides from every real token. If documents are kept apart also `documents`, where
-        those of each row start; padding is one of its own.
+        `input_ids` and `targets` (the next token's id, or -100) `[batch, longest]` int64. Padding is token 0 without a
+        target, which the causal mask hides from every real token. If documents are kept apart, `documents` holds the
+        start positions of each row's documents; the padding is a document of its own.
     """
     longest = min(seq_length, max(1, *(len(row.ids) for row in rows)))
     input_ids = torch.zeros(len(rows), longest, dtype=torch.int64)

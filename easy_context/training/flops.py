@@ -30,17 +30,17 @@ PEAK_FLOPS = {
 def flops_per_token(config: Any, parameters: int, seq_length: float, trained: float | None = None) -> float:
     """Return the model FLOPs to train on one token, forward and backward, without recomputation.
 
-    Each weight that multiplies counts six, a frozen one four: it has no gradient of its own, but passes one on. (Below
-    the first layer in which anything is trained it does not, and is counted too high.) Attention is causal, so that a
-    query meets half of the row's keys on average (the convention of arXiv 2204.02311, appendix B, the causal half), and
-    in a layer with a window no other keys.
+    Each weight of a matrix product counts six FLOPs. A frozen weight counts four, because it has no gradient of its
+    own. (This is too high below the first trained layer, which needs no backward at all.) Attention is causal, so a
+    query attends to half of the row's keys on average (the convention of arXiv 2204.02311, appendix B, halved). In a
+    layer with a sliding window, only keys within the window count.
 
     Args:
-        config: of the model.
-        parameters: all weights; the input embedding, which only looks up, is taken off unless it is the output layer.
-        seq_length: tokens of a row, or the mean over all tokens of the length of their row, or of their document where
-            attention stays within documents.
-        trained: weights that multiply and are trained; all if None.
+        config: config of the model.
+        parameters: number of all weights. The input embedding is subtracted unless it is also the output layer.
+        seq_length: tokens of a row; for rows of several lengths, the mean over all tokens of the length of their row,
+            or of their document if attention stays within documents.
+        trained: number of trained weights in matrix products; all if None.
     """
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     keys = sum(mean_keys(seq_length, window) for window in layer_windows(config))
@@ -50,7 +50,7 @@ def flops_per_token(config: Any, parameters: int, seq_length: float, trained: fl
 
 
 def mean_keys(seq_length: float, window: int | None) -> float:
-    """Return how many keys a query of a row meets on average; a window leaves out the triangle of those too early."""
+    """Return the mean number of keys that a query attends to; a window excludes the triangle of earlier keys."""
     beyond = 0 if window is None else max(seq_length - window, 0)
     return (seq_length**2 - beyond**2) / (2 * seq_length)
 

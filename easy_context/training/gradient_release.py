@@ -1,4 +1,4 @@
-"""Gradients that are used as they come: each parameter is updated in backward, and its gradient is freed at once."""
+"""Update each parameter in backward as soon as its gradient is ready, and free the gradient immediately."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from .arguments import Arguments
 
 
 def updates_in_backward(args: Arguments, processes: int, plugin: Any) -> bool:
-    """Return whether parameters can be updated one by one in backward, which makes the same step.
+    """Return whether updating the parameters one by one in backward gives the same step.
 
-    Nothing may have to be known of all gradients, or be added to them, before the first update: not their norm for
-    clipping or for leaving steps out, not later micro-batches, not other processes' gradients.
+    This holds only if a gradient is final when it is ready: the step needs no norm of all gradients (for clipping or
+    for skipping steps), no further micro-batches, and no gradients of other processes.
 
     Args:
         args: train.py's arguments.
-        processes: of the launch.
-        plugin: Accelerate's for DeepSpeed, which steps by itself; None without.
+        processes: number of processes in the launch.
+        plugin: Accelerate's DeepSpeed plugin, as DeepSpeed makes its own steps; None without DeepSpeed.
     """
     return (
         plugin is None
@@ -28,7 +28,7 @@ def updates_in_backward(args: Arguments, processes: int, plugin: Any) -> bool:
 
 
 class UpdatesInBackward:
-    """Stands in for an optimizer whose steps backward makes, a parameter at a time."""
+    """Wrapper around an optimizer that makes its step during backward, one parameter at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Let each of the optimizer's parameters be updated by it as soon as its gradient is there.

@@ -1,4 +1,4 @@
-"""Where train.py's flags and the launch configuration name the same thing, the flags win; the log says over what."""
+"""Let train.py's flags override the same settings in the launch configuration, and log the overridden values."""
 
 import copy
 import json

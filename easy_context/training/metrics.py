@@ -1,4 +1,4 @@
-"""What a step reports: loss, speed, memory, model FLOPs utilisation; to the progress bar, a file and trackers."""
+"""Report loss, speed, memory and model FLOPs utilisation of each step to the progress bar, a file and trackers."""
 
 import json
 import resource
@@ -47,7 +47,7 @@ class StepMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Start the clock anew, so that what came before (an evaluation, a checkpoint) is no training time."""
+        """Restart the clock, so that an evaluation or a checkpoint does not count as training time."""
         self._start = time.perf_counter()
 
     def count(self, shards: list[dict[str, Any]]) -> torch.Tensor:

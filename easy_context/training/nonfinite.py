@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is not finite: they are not made, and training stops or goes on."""
+"""Skip steps whose loss or gradient norm is not finite, and stop or continue training."""
 
 import logging
 import math
@@ -16,15 +16,15 @@ _MOST_ROWS_NAMED = 20
 
 
 def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss, with gradients of NaN where it is not finite itself.
+    """Return the loss, and make its gradients NaN if the loss is not finite.
 
-    The gradient norm, which all processes know before any of them steps, then tells of the loss of each.
+    All processes know the gradient norm before any of them steps, so it reveals such a loss on any process.
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 class NonfiniteSteps:
-    """Stops the run, on all processes, behind a step that was not made because it is not finite; or lets it go on."""
+    """Stop the run on all processes after a step that is not finite, or let the run continue without that step."""
 
     def __init__(
         self, accelerator: Any, args: Arguments, checkpoints: Any, rows_of_step: Callable[[int], list[int]]

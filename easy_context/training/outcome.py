@@ -1,4 +1,4 @@
-"""What a run has saved by the time it is stopped, in words."""
+"""Describe the files that a run has saved when it is stopped."""
 
 from collections.abc import Callable
 from pathlib import Path

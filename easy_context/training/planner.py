@@ -1,4 +1,4 @@
-"""Forecast a training run on GPUs that need not be there: memory by part, time of a step, the longest row that fits."""
+"""Forecast memory, step time and the longest possible row of a training run, without needing its GPUs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class Machines:
     """The GPUs to train on.
 
     Attributes:
-        gpus: all of them; one process runs on each.
-        card: one of CARD_MEMORY.
-        free: what a process finds free: on its GPU, and its share of the host's memory.
+        gpus: total number of GPUs; one process runs on each.
+        card: name of the GPU, a key of CARD_MEMORY.
+        free: memory that is free for one process: on its GPU, and its share of the host's memory.
     """
 
     gpus: int
@@ -50,15 +50,15 @@ class Machines:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes.
+    """The memory and time that a run needs.
 
     Attributes:
-        option: the memory plan and what ZeRO-3 offloads.
-        fits: there is room for it.
+        option: the memory plan and ZeRO-3's offloading.
+        fits: whether the run fits into the free memory.
         gpu: bytes on each GPU by part, at the peak.
         host: bytes of host memory of each process by part.
-        seconds: of an optimizer step by part.
-        tokens_per_second: of all GPUs.
+        seconds: duration of an optimizer step by part.
+        tokens_per_second: throughput of all GPUs together.
         mfu: model FLOPs utilisation.
     """
 
@@ -75,9 +75,9 @@ def forecast(args: Arguments, config: Any, machines: Machines) -> Forecast:
     """Forecast a run under ZeRO-3, or without DeepSpeed where --optimizer runs so.
 
     Args:
-        args: train.py's, of which --offload, --memory-plan and --mlp-tile-size may leave their choice open.
-        config: of the model.
-        machines: to run on.
+        args: train.py's arguments; --offload, --memory-plan and --mlp-tile-size may be left to be chosen here.
+        config: config of the model.
+        machines: machines to run on.
 
     Raises:
         ValueError: flags that contradict each other, or that do not go with the number of GPUs.

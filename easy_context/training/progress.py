@@ -1,4 +1,4 @@
-"""Signs of life on the progress bar within a step that takes long, as the first of long rows may, or any on a CPU."""
+"""Show progress within a slow step, such as the first step on long rows or any step on a CPU."""
 
 import functools
 import time

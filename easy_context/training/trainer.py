@@ -237,7 +237,7 @@ def _mesh() -> CurrentMesh:
 
 
 def _refuse_settings(trainer: Any) -> None:
-    """Raise ValueError that lists all of a Trainer that would go wrong on split rows without a word."""
+    """Raise ValueError with every setting of a Trainer that would silently give wrong results on split rows."""
     args, accelerator, family = trainer.args, trainer.accelerator, trainer.model.config.model_type
     one_count = args.average_tokens_across_devices or args.world_size == 1
     whole_logits = "no rank has the logits of whole rows; evaluation gives eval_loss"

@@ -1,4 +1,4 @@
-"""What DeepSpeed ZeRO-3 keeps in host memory: who decides it, and the configuration that says so."""
+"""Choose the state that DeepSpeed ZeRO-3 keeps in host memory, and write the choice into its configuration."""
 
 import os
 from typing import Any

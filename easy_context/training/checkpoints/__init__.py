@@ -1,5 +1,5 @@
-"""Folders `checkpoint-<step>/` from which a run that was cut off goes on.
+"""Folders `checkpoint-<step>/` from which an interrupted run continues.
 
-`writing.py` saves them, `resuming.py` chooses one and loads it; `files.py` is about what is on the disk, `state.py` and
-`pieces.py` about what is saved. The rows of a step are a function of the step alone, so nothing of the data is saved.
+`writing.py` saves checkpoints, `resuming.py` chooses and loads one, `files.py` handles the files on disk, and
+`state.py` and `pieces.py` collect the saved state. A step's rows depend only on its number, so no data state is saved.
 """

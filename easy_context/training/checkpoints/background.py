@@ -1,4 +1,4 @@
-"""Writing a process's file of a checkpoint in a thread, from a copy of the state, while training goes on."""
+"""Write a process's checkpoint file in a thread, from a copy of the state, while training continues."""
 
 import threading
 import time
@@ -15,28 +15,28 @@ class FileWriting(threading.Thread):
     """Writes one process's file of a checkpoint; on the first process, waits for the others' and names the checkpoint.
 
     Attributes:
-        step: of the checkpoint.
-        problem: why it cannot be whole, as far as this process knows; None if it can.
-        seconds: that writing took.
-        size: bytes of all files.
-        began: when saving began, in seconds of `time.monotonic`.
+        step: step of the checkpoint.
+        problem: reason why the checkpoint cannot be completed, as far as this process knows; None without a problem.
+        seconds: duration of the writing.
+        size: total bytes of all files.
+        began: start of the saving, in seconds of `time.monotonic`.
         waited: seconds that training waited.
-        own_file_is_done: set when this process's file is written, or cannot be.
-        another_failed: to be set where another process could not write its file.
+        own_file_is_done: event that is set when this process has written its file or has failed to.
+        another_failed: event for the caller to set if another process could not write its file.
     """
 
     def __init__(
         self, folder: Path, step: int, process: int, state: dict, manifest: dict | None, keep_last: int
     ) -> None:
-        """Take what is written.
+        """Prepare the thread.
 
         Args:
-            folder: the run's.
-            step: of the checkpoint.
-            process: the rank of this one.
-            state: its part, which training does not change meanwhile.
-            manifest: without the files; None except on the first process.
-            keep_last: checkpoints to keep.
+            folder: folder of the run.
+            step: step of the checkpoint.
+            process: rank of this process.
+            state: this process's part of the state, which training must not change while it is written.
+            manifest: manifest without its list of files; None except on the first process.
+            keep_last: number of checkpoints to keep.
         """
         super().__init__(name=f"checkpoint-{step}", daemon=True)  # a run that fails does not wait for it
         self._folder, self.step, self._process, self._state, self._manifest = folder, step, process, state, manifest

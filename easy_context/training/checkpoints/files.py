@@ -1,4 +1,4 @@
-"""Files of a `checkpoint-<step>/`: written through to the disk, listed with checksums, renamed once they are whole."""
+"""Files of a `checkpoint-<step>/`: synced to disk, listed with checksums, and renamed when all are complete."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def file_of(process: int) -> str:
 
 
 def read_states(folder: Path, processes: int) -> list[dict[str, Any]]:
-    """Return what each of so many processes saved; tensors are read when they are used."""
+    """Return the state that each process saved; tensors are read from disk when they are used."""
     import torch
 
     return [
@@ -38,7 +38,7 @@ def read_states(folder: Path, processes: int) -> list[dict[str, Any]]:
 
 
 def write_state(folder: Path, process: int, state: dict[str, Any]) -> None:
-    """Write one process's file through to the disk, and beside it what the manifest will say of it."""
+    """Write one process's file, sync it to disk, and write its manifest entry next to it."""
     import torch
 
     path = folder / file_of(process)
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path, manifest: dict[str, Any], process: int, processes: int) -> str | None:
-    """Return what the checksums show to be wrong with a checkpoint, None if nothing; the reading is shared out."""
+    """Return a checkpoint's checksum problem, or None. The processes share the work of reading."""
     for name in sorted(manifest["files"])[process::processes]:
         with open(folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][name]["sha256"]:

@@ -44,10 +44,10 @@ class Holdings:
         """Remember where everything lies.
 
         Args:
-            pieces: by the name of the parameter; a process may have none of a parameter.
-            buffers: tensors that `optimizer` updates: float32 ones, but for `AdamW8bit`.
-            optimizer: AdamW; its state is kept by buffer.
-            shared: whether every process holds the same, of which one copy is to be saved.
+            pieces: pieces by parameter name; a process may hold no piece of a parameter.
+            buffers: tensors that `optimizer` updates; they are float32 except for `AdamW8bit`.
+            optimizer: AdamW, with its state stored per buffer.
+            shared: whether all processes hold the same state, so that only one copy is saved.
         """
         self.pieces, self.shared = pieces, shared
         self._buffers, self._optimizer = buffers, optimizer
@@ -115,11 +115,11 @@ def copy_piece(into: torch.Tensor, name: str, start: int, sources: Iterable[Save
     """Copy a part of a parameter, or of one of its moments, out of the saved buffers.
 
     Args:
-        into: flat; as many elements are copied as it has.
-        name: of the parameter.
-        start: the element of the flattened parameter with which `into` starts.
-        sources: what every process saved.
-        key: of the optimizer's state; the weights if not given.
+        into: flat destination tensor; its size is the number of copied elements.
+        name: name of the parameter.
+        start: index of `into`'s first element in the flattened parameter.
+        sources: saved states of all processes.
+        key: key in the optimizer's state; the weights are copied if not given.
 
     Raises:
         ValueError: some of the elements are in no source.

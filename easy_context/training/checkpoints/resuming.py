@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one is whole, whether it is of the same run, and loading it."""
+"""Resume from a checkpoint: find a complete one, compare its settings with the run's, and load it."""
 
 import logging
 import pickle
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 def resume(accelerator: Any, args: Arguments, settings: dict[str, Any], state: TrainingState) -> dict[str, Any]:
     """Load the checkpoint that --resume names, or the last whole one.
 
-    A named checkpoint that is damaged, and one that was made with other settings, end the run with a message.
-    Checkpoints of later steps are moved to `earlier-checkpoints-N`, where no run takes them for its own.
+    The run ends with a message if the named checkpoint is damaged or was made with other settings. Checkpoints of later
+    steps are moved to `earlier-checkpoints-N`, so that no run resumes from them by mistake.
 
     Args:
         accelerator: the Accelerator.
         args: train.py's arguments.
-        settings: of this run, to be compared with the checkpoint's.
-        state: into which the checkpoint is loaded.
+        settings: settings of this run, to be compared with the checkpoint's.
+        state: training state to load the checkpoint into.
 
     Returns:
-        Its manifest; of step 0 where there is none.
+        The manifest of the checkpoint, or a manifest of step 0 if there is no checkpoint.
     """
     manifest = _load_last(accelerator, args, settings, state)
     if accelerator.is_main_process:
@@ -74,7 +74,7 @@ def _candidates(accelerator: Any, args: Arguments) -> list[Path]:
 
 
 def _inspect(accelerator: Any, folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return what any process finds wrong with a checkpoint, and its manifest."""
+    """Return the first problem that any process finds in a checkpoint, and the checkpoint's manifest."""
     manifest = {}
     try:
         manifest = read_manifest(folder)
@@ -103,7 +103,7 @@ def _refuse_too_few_steps(folder: Path, step: int, max_train_steps: int) -> None
 
 
 def _set_aside(output_dir: Path, step: int) -> None:
-    """Move checkpoints of later steps, damaged or of an earlier run, where no run takes them for its own."""
+    """Move away checkpoints of later steps, so that no run resumes from them by mistake."""
     later = [path for saved_after, path in checkpoints_in(output_dir).items() if saved_after > step]
     if not later:
         return

@@ -1,4 +1,4 @@
-"""The settings that decide the weights: a run goes on from a checkpoint only with the same ones, unless told to."""
+"""Settings that affect the weights. By default, a run resumes only from a checkpoint with the same settings."""
 
 import hashlib
 from typing import Any
@@ -60,7 +60,7 @@ def _digest(rows: TokenRows) -> str:
 
 
 def differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Return a phrase for each setting that is another than the checkpoint's."""
+    """Return a phrase for each setting that differs from the checkpoint's."""
     saved = _OF_OLDER_CHECKPOINTS | saved
     return [
         f"{name} was {saved.get(name)!r} and is {value!r}" for name, value in own.items() if saved.get(name) != value

@@ -30,8 +30,8 @@ class Checkpoints:
 
     Attributes:
         stopping: whether a signal has asked the run to save and end; the same on every process.
-        saved_step: the last step whose checkpoint is whole; 0 if there is none.
-        skipped_steps: the steps that were left out because they were not finite, also before this run went on.
+        saved_step: last step with a complete checkpoint; 0 if there is none.
+        skipped_steps: steps skipped because of a loss or gradient norm that is not finite, including before resuming.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Checkpoints:
     def save(self, step: int) -> None:
         """Begin to save `checkpoint-<step>`; training goes on while threads write copies of the state.
 
-        Where host memory is too short for a copy, a process writes its file at once. A full disk, or any error of the
-        file system, costs this checkpoint and no more.
+        A process without enough host memory for a copy writes its file immediately. If the disk is full or the file
+        system fails, only this checkpoint is lost.
         """
         self._watch.at(f"saving checkpoint-{step}", patient=True)
         self.finish()
@@ -179,7 +179,7 @@ class Checkpoints:
 
 
 def _prepare(folder: Path, size: int) -> str | None:
-    """Make the folder for the files of a checkpoint of so many bytes; return why that is impossible, None if not."""
+    """Make the folder for a checkpoint of the given size in bytes; return the problem, or None on success."""
     try:
         problem = missing_room(folder, size)
         if problem is None:
