@@ -27,15 +27,15 @@ MODES = tuple(_CLASSES["easy_context"])
 
 
 def find_mode(name: str, engine: str = "easy_context") -> "type[ParallelMode]":
-    """Return the class of a mode as an engine computes it.
+    """Return the class that computes a mode with an engine.
 
     Args:
         name: one of MODES.
-        engine: one of ENGINES. "library" has zigzag_ring_attn (ring-flash-attn), ulysses_attn (yunchang) and usp_attn
-            (both), to compare with: rows are split as in our modes, so that a run differs in nothing but its attention.
+        engine: one of ENGINES. "library" provides zigzag_ring_attn (ring-flash-attn), ulysses_attn (yunchang) and
+            usp_attn (both) for comparisons. Rows are split as in our modes, so that only the attention code differs.
 
     Raises:
-        ValueError: an unknown name, or a mode that the engine lacks.
+        ValueError: the name is unknown, or the engine does not provide the mode.
     """
     if name not in MODES:
         raise ValueError(f"seq_algo {name!r} is unknown; choose one of {', '.join(MODES)}")
@@ -51,9 +51,9 @@ def find_mode(name: str, engine: str = "easy_context") -> "type[ParallelMode]":
 
 
 def build_mode(name: str, mesh: "CurrentMesh | Mesh", engine: str = "easy_context") -> "ParallelMode":
-    """Return a mode over the ranks of `mesh` that share a row; without a process group it can only split rows.
+    """Return a mode over the ranks of `mesh` that share a row. Without a process group it can only split rows.
 
     Raises:
-        ValueError: as `find_mode`, or a library of the engine does not import.
+        ValueError: as for `find_mode`, or if a library of the engine cannot be imported.
     """
     return find_mode(name, engine).over(mesh)

@@ -1,4 +1,4 @@
-"""What every parallel mode offers: how a row is split over ranks, and attention over the split."""
+"""The base class of all parallel modes: it splits rows over ranks and computes attention over the shards."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ Residuals = tuple[torch.Tensor, ...]
 class ParallelMode:
     """A way to spread one row over the ranks that share it.
 
-    A row is cut into `multiple_of` equal chunks, and `chunk_indices` says which of them a rank holds, in order. That
-    depends on ranks and sizes alone; attention needs their process group.
+    A row is cut into `multiple_of` equal chunks, and `chunk_indices` returns the chunks that a rank holds, in order.
+    Splitting depends only on ranks and sizes; attention also needs the ranks' process group.
 
-    `forward` and `backward` handle one process and the mask for all modes; subclasses fill in `_forward` and
-    `_backward` for several ranks. What `forward` returns besides its output is kept for `backward`.
+    `forward` and `backward` handle the case of one process and check the mask for all modes. Subclasses implement
+    `_forward` and `_backward` for several ranks. The residuals that `forward` returns are kept for `backward`.
     """
 
     name: str
     splits_rows = True  # False: every rank has rows of its own
 
     def __init__(self, ranks: Ranks | CurrentRanks) -> None:
-        """`ranks` are those that share a row."""
+        """Create the mode for `ranks`, the ranks that share a row."""
         self.ranks = ranks
 
     @classmethod
@@ -36,17 +36,17 @@ class ParallelMode:
         return cls(mesh.sequence)
 
     def make_groups(self) -> None:
-        """Make the process groups of this mode now, not at their first use; collective over all ranks."""
+        """Create the process groups of this mode now instead of at their first use; collective over all ranks."""
         self.ranks.group  # noqa: B018
 
     # --- Checks that need no process group ---
 
     @classmethod
     def sequence_size(cls, requested: int | None, processes: int) -> int:
-        """Return how many of `processes` share a row if `requested` are asked for; None asks for all.
+        """Return how many of `processes` share a row. `requested` is the user's number, or None for all.
 
         Raises:
-            ValueError: the number does not divide the processes, or means nothing to this mode.
+            ValueError: the number does not divide the processes, or this mode does not support it.
         """
         return sequence_size(requested, processes)
 
@@ -55,12 +55,12 @@ class ParallelMode:
         """Return how many of the `size` ranks that share a row form a ring of usp_attn; 1 in the other modes.
 
         Args:
-            requested: what the user asks for; None for the mode's choice.
-            size: ranks that share a row.
-            heads: query heads of the model, if they are known.
+            requested: number that the user requests; None for the mode's choice.
+            size: number of ranks that share a row.
+            heads: number of query heads of the model, if known.
 
         Raises:
-            ValueError: a number that the mode cannot honour.
+            ValueError: the mode does not support the requested number.
         """
         if requested not in (None, 1):
             raise ValueError(
@@ -70,19 +70,19 @@ class ParallelMode:
 
     @classmethod
     def check_kernel_name(cls, name: str) -> None:
-        """Raise ValueError for an attn_kernel that does not exist or is not for this mode's engine."""
+        """Raise ValueError if an attn_kernel does not exist or this mode's engine does not support it."""
         check_kernel_name(name)
 
     @classmethod
     def check_kernel(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: bool = False
     ) -> None:
-        """Raise ValueError if `select_kernel` will find no kernel that can serve; see `kernels.check_kernel`."""
+        """Raise ValueError if `select_kernel` would find no usable kernel; see `kernels.check_kernel`."""
         check_kernel(name, device, dtype, head_dim, documents)
 
     @classmethod
     def check_window(cls, window: int | None) -> None:
-        """Raise ValueError if this mode's engine cannot keep attention to the last `window` keys; None: to all."""
+        """Raise ValueError if this mode's engine cannot limit attention to the last `window` keys (None: no limit)."""
 
     @classmethod
     def select_kernel(
@@ -103,16 +103,16 @@ class ParallelMode:
 
     @property
     def multiple_of(self) -> int:
-        """The number of which a row's length must be a multiple; callers pad."""
+        """The divisor of every row's length; callers pad rows to a multiple of it."""
         return self.ranks.size
 
     def chunk_indices(self, rank: int) -> list[int]:
-        """Return which of the row's `multiple_of` chunks `rank` holds, in the order in which it holds them."""
+        """Return the indices of the row's `multiple_of` chunks that `rank` holds, in the order of its shard."""
         chunks = self.multiple_of // self.ranks.size
         return list(range(rank * chunks, (rank + 1) * chunks))
 
     def places(self, rank: int, tokens: int) -> Ranges:
-        """Return which places of the row `rank` holds, in order, if each rank holds `tokens` of them."""
+        """Return the positions in the row that `rank` holds, in the order of its shard of `tokens` tokens."""
         chunks = self.chunk_indices(rank)
         length = tokens // len(chunks)
         return tuple(range(chunk * length, (chunk + 1) * length) for chunk in chunks)
@@ -147,15 +147,15 @@ class ParallelMode:
         Args:
             q: `[batch, seq / size, heads, head_dim]`, this rank's shard.
             k: `[batch, seq / size, kv_heads, head_dim]`, this rank's shard; v likewise.
-            scale: what scores are multiplied by.
-            mask: of the whole row; a split row honours only a causal one, perhaps with a window or within documents.
-            kernel: computes one block.
+            scale: factor for the attention scores.
+            mask: mask of the whole row. A split row supports only a causal mask, optionally with a window or documents.
+            kernel: kernel that computes one block.
 
         Returns:
-            out, shaped and typed like q, and the residuals.
+            The output, with q's shape and dtype, and the residuals.
 
         Raises:
-            ValueError: a mask or a number of heads that this mode cannot honour.
+            ValueError: this mode does not support the mask or the number of heads.
         """
         if self._is_local:
             out, lse = kernel.forward(q, k, v, scale, mask)
@@ -203,11 +203,11 @@ class ParallelMode:
 
 
 def accumulator(first: torch.Tensor, terms: int) -> torch.Tensor:
-    """Return a tensor that holds the first of several terms and that the others are summed or merged into.
+    """Return a tensor with the first of several terms, into which the other terms are summed or merged.
 
     Args:
         first: a kernel's result.
-        terms: how many there are at most. More than two are accumulated in float32 (or wider); a sum of two is rounded
-            once either way, so it stays in the kernel's dtype, and in place.
+        terms: maximum number of terms. More than two are accumulated in float32 or wider. A sum of two is rounded only
+            once in any case, so it stays in the kernel's dtype and is computed in place.
     """
     return first.to(torch.promote_types(first.dtype, torch.float32)) if terms > 2 else first

@@ -1,10 +1,10 @@
-"""No split: every rank has rows of its own."""
+"""Data parallelism: rows are not split, and every rank has its own rows."""
 
 from .base import ParallelMode
 
 
 class DataParallel(ParallelMode):
-    """The local kernel on whole rows, whatever the ranks; any mask that the kernel honours."""
+    """Run the local kernel on whole rows, with any mask that the kernel supports."""
 
     name = "data_parallel"
     splits_rows = False

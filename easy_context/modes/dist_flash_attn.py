@@ -1,11 +1,11 @@
-"""DistFlashAttn: contiguous shards, and ranks that would idle compute for later ranks (arXiv 2310.03294).
+"""DistFlashAttn: contiguous shards, where ranks that would be idle compute for later ranks (arXiv 2310.03294).
 
 Rank r's queries need the keys of ranks 0..r. In step t, rank r >= t takes the block (q_r, k_{r-t}); rank r < t has no
-such block left and computes (q_o, k_r) for the rank o = r - t + W instead, on queries that it receives, and sends the
-result back. For odd W every rank has the same work. For even W the blocks of distance W/2 remain, one for each pair of
-ranks: the pair shares it, the helper takes the first half of the queries, the owner the second.
+such block left. Instead it receives queries, computes (q_o, k_r) for the rank o = r - t + W, and sends the result back.
+For odd W every rank has the same work. For even W the blocks of distance W/2 remain, one for each pair of ranks. Each
+pair shares its block: the helper computes the first half of the queries, the owner the second half.
 
-In every step rank r sends to r + t and receives from r - t, and results go the opposite way (ranks modulo W).
+In every step rank r sends to r + t and receives from r - t. Results travel in the opposite direction (ranks modulo W).
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from .base import ParallelMode, accumulator
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in one step of the schedule, beside its own diagonal block.
+    """The work of one rank in one step of the schedule, in addition to its diagonal block.
 
     Attributes:
-        source: the rank whose keys (an owner) or queries (a helper) arrive; the results go back to it.
-        target: the rank that gets our keys, or our queries if it is our helper.
-        is_owner: we compute for our own queries, on received keys; else we help `source`, on our own keys.
-        has_helper: `target` computes for our queries.
-        block: what we compute; None if window and documents leave nothing.
-        target_block: what `target` computes.
+        source: rank that sends us its keys (if we are an owner) or queries (if we are a helper) and gets results back.
+        target: rank that receives our keys, or our queries if it is our helper.
+        is_owner: whether we use our own queries and received keys; otherwise we help `source` with our own keys.
+        has_helper: whether `target` computes for our queries.
+        block: block that we compute; None if window and documents mask all of it.
+        target_block: block that `target` computes.
     """
 
     source: int
@@ -44,7 +44,7 @@ def schedule(rank: int, size: int, tokens: int, mask: AttentionMask) -> list[Ste
     """Return the steps of `rank` among `size`, for shards of `tokens` tokens (an even number if `size` is even)."""
 
     def block_of(rank: int, distance: int) -> Block | None:
-        """Return what `rank` computes: for its own queries as an owner, or for those of a later rank."""
+        """Return the block that `rank` computes: for its own queries as an owner, or for those of a later rank."""
         is_owner = rank >= distance
         query_rank, key_rank = (rank, rank - distance) if is_owner else (rank - distance + size, rank)
         queries, keys = (range(each * tokens, (each + 1) * tokens) for each in (query_rank, key_rank))
@@ -76,7 +76,7 @@ class DistFlashAttention(ParallelMode):
     @property
     def multiple_of(self):
         size = self.ranks.size
-        return size if size % 2 else 2 * size  # the shared step cuts a shard in halves
+        return size if size % 2 else 2 * size  # the shared step splits a shard in half
 
     def _forward(self, q, k, v, scale, mask, kernel):
         rank, size, group = self.ranks.rank, self.ranks.size, self.group
@@ -99,7 +99,7 @@ class DistFlashAttention(ParallelMode):
                     keys = k[:, block.keys], v[:, block.keys]
                     for tensor in kernel.forward(*arrived.queries, *keys, scale, block.mask):
                         results.send(tensor, step.source)
-            if returning is not None:  # the step before's, which travelled while this one computed
+            if returning is not None:  # results of the previous step, sent while this one computed
                 _merge_returned(out, lse, *returning)
             buffers = []
             if step.has_helper and (helped := step.target_block):
@@ -156,10 +156,10 @@ class DistFlashAttention(ParallelMode):
 
 
 class _Inputs:
-    """What one step needs from another rank, on its way: keys for an owner, queries for a helper."""
+    """A pending exchange for one step: it brings keys to an owner, or queries to a helper."""
 
     def __init__(self, step: Step, kv: torch.Tensor, queries: tuple[torch.Tensor, ...], lse, group) -> None:
-        """Post the exchange: keys of `kv` `[2, b, s, kv_heads, d]` or tokens of `queries` go out, the like come in."""
+        """Start sending keys of `kv` `[2, b, s, kv_heads, d]` or tokens of `queries`, and receiving the same."""
         self._exchange = Exchange(group)
         self._received: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the modes of `--attn-engine library` share: libraries that are imported when built, and flash-attn as kernel."""
+"""Common code of the `--attn-engine library` modes: importing the libraries, and flash-attn as the kernel."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ from .base import ParallelMode
 
 
 class LibraryMode(ParallelMode):
-    """Puts a library's attention over several ranks in place of a mode's; put it before the mode among the bases."""
+    """A mixin that replaces a mode's attention over several ranks by a library's. List it before the mode's class."""
 
     @classmethod
     def check_kernel_name(cls, name):
@@ -31,7 +31,7 @@ class LibraryMode(ParallelMode):
     @classmethod
     def select_kernel(cls, name, device, dtype, head_dim, documents=False):
         cls._refuse_documents(documents)
-        # Not by name: what is found under flash-attn's names may be a stand-in, which also serves without CUDA.
+        # Do not select by name: a stand-in may be installed under flash-attn's name, and it also works without CUDA.
         return FlashAttnKernel()
 
     @classmethod
@@ -49,10 +49,10 @@ class LibraryMode(ParallelMode):
 
 
 def import_library(module: str, requirement: str, importer: Callable[[str], Any] = importlib.import_module) -> Any:
-    """Import a library's module, and flash-attn, which all of them call.
+    """Import a library's module, and flash-attn, which all of these libraries call.
 
     Raises:
-        ValueError: one does not import; the message names what to install.
+        ValueError: an import fails; the message names the package to install.
     """
     for name, install, run in (
         ("flash_attn.flash_attn_interface", "flash-attn --no-build-isolation", importlib.import_module),

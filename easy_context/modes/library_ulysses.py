@@ -1,4 +1,4 @@
-"""ulysses_attn with yunchang's all-to-all, to compare with."""
+"""ulysses_attn with yunchang's all-to-all, for comparisons."""
 
 import functools
 
@@ -9,7 +9,7 @@ from .ulysses_attn import UlyssesAttention, check_query_heads, kv_repeats, repea
 
 
 class LibraryUlysses(LibraryMode, UlyssesAttention):
-    """yunchang's all-to-all, one tensor at a time, around flash-attn; key heads are repeated as in our mode."""
+    """yunchang's all-to-all of one tensor at a time, with flash-attn; key heads are repeated as in our mode."""
 
     def __init__(self, ranks) -> None:
         super().__init__(ranks)

@@ -1,4 +1,4 @@
-"""usp_attn with yunchang's all-to-all and ring-flash-attn's zigzag ring, to compare with."""
+"""usp_attn with yunchang's all-to-all and ring-flash-attn's zigzag ring, for comparisons."""
 
 from .library import LibraryMode
 from .library_ulysses import LibraryUlysses
@@ -7,7 +7,7 @@ from .usp_attn import UspAttention
 
 
 class LibraryUsp(LibraryMode, UspAttention):
-    """yunchang's unified sequence parallelism is the same all-to-all around a copy of the same ring."""
+    """The equivalent of yunchang's unified sequence parallelism: its all-to-all around the same ring."""
 
     ring_class = LibraryZigzag
     ulysses_class = LibraryUlysses

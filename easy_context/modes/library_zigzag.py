@@ -1,4 +1,4 @@
-"""zigzag_ring_attn as ring-flash-attn computes it, to compare with."""
+"""zigzag_ring_attn as ring-flash-attn computes it, for comparisons."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .zigzag_ring_attn import ZigzagRingAttention
 
 
 class LibraryZigzag(LibraryMode, ZigzagRingAttention):
-    """ring-flash-attn's zigzag ring, which calls flash-attn itself: `kernel` serves one process only."""
+    """ring-flash-attn's zigzag ring. It calls flash-attn itself and uses `kernel` only on a single process."""
 
     def __init__(self, ranks) -> None:
         super().__init__(ranks)
@@ -16,7 +16,7 @@ class LibraryZigzag(LibraryMode, ZigzagRingAttention):
         self._ring = import_library(module, requirement, import_without_package)
 
     def _forward(self, q, k, v, scale, mask, kernel):
-        if q.dtype == torch.float32:  # its sums would be the very buffers that the next block is written to
+        if q.dtype == torch.float32:  # its sums would alias the buffers that the next block is written to
             raise ValueError("attn_engine library: ring-flash-attn's gradients are wrong in float32, use bfloat16")
         k, v = k.contiguous(), v.contiguous()
         out, lse = self._ring.zigzag_ring_flash_attn_forward(self.group, q, k, v, softmax_scale=scale)

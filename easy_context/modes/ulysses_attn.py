@@ -1,7 +1,7 @@
-"""Ulysses: an all-to-all turns sequence shards into head shards, attention runs on whole rows, another turns it back.
+"""Ulysses: all-to-alls turn sequence shards into head shards for attention on whole rows, and turn its output back.
 
-DeepSpeed Ulysses, arXiv 2309.14509. Where the ranks outnumber the key heads, or do not divide them, each key head is
-repeated so that every rank gets the same number; the gradients of the copies are summed.
+This is DeepSpeed Ulysses, arXiv 2309.14509. If the number of key heads is not a multiple of the number of ranks, each
+key head is repeated so that every rank gets the same number. The gradients of the copies are summed.
 """
 
 import math
@@ -13,7 +13,7 @@ from .base import ParallelMode
 
 
 class UlyssesAttention(ParallelMode):
-    """Needs query heads divisible by the number of ranks."""
+    """Ulysses attention. The number of query heads must be divisible by the number of ranks."""
 
     name = "ulysses_attn"
 
@@ -48,12 +48,12 @@ def check_query_heads(heads: int, size: int) -> None:
 
 
 def kv_repeats(kv_heads: int, size: int) -> int:
-    """Return how often each key head is repeated so that `size` ranks get equally many."""
+    """Return how often to repeat each key head so that `size` ranks get the same number of heads."""
     return math.lcm(kv_heads, size) // kv_heads
 
 
 def repeat_heads(tensors: tuple[torch.Tensor, ...], size: int) -> tuple[torch.Tensor, ...]:
-    """Return k and v with each head as often as `kv_repeats` says, copies side by side."""
+    """Return k and v with each head repeated `kv_repeats` times, with the copies next to each other."""
     repeats = kv_repeats(tensors[0].shape[2], size)
     return tuple(x.repeat_interleave(repeats, dim=2) for x in tensors) if repeats > 1 else tensors
 

@@ -1,9 +1,9 @@
 """USP: Ulysses inside, a zigzag ring outside (arXiv 2405.07719).
 
-The ranks that share a row form `ring_degree` Ulysses groups of consecutive ranks, and rings of the ranks that have the
-same place in their groups. Each Ulysses group holds what one rank of zigzag_ring_attn would hold, spread evenly over
-its ranks. An all-to-all inside the group gives each of them all of it for some of the heads; the rings do the rest. So
-the all-to-all can stay inside a node, and only the ring, which hides behind computation, crosses nodes.
+The ranks that share a row form `ring_degree` Ulysses groups of consecutive ranks. Ranks with the same position in their
+groups form a ring. Each Ulysses group holds the shard of one zigzag_ring_attn rank, divided evenly among its ranks. An
+all-to-all inside the group gives each rank the group's whole shard for some of the heads, and the rings compute
+attention. The all-to-all can stay inside a node; only the ring, which overlaps with computation, crosses nodes.
 """
 
 import logging
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class UspAttention(ParallelMode):
-    """Needs query heads divisible by the size of a Ulysses group, which is the number of ranks / ring_degree."""
+    """USP attention. The query heads must be divisible by the Ulysses group's size, number of ranks / ring_degree."""
 
     name = "usp_attn"
     ring_class: type[ZigzagRingAttention] = ZigzagRingAttention
     ulysses_class: type[UlyssesAttention] = UlyssesAttention
 
     def __init__(self, ranks, ring, ulysses) -> None:
-        """`ranks` share a row; `ring` and `ulysses` are those of them that this rank works with in either way."""
+        """Create the mode for `ranks`, which share a row, with this rank's `ring` and its `ulysses` group."""
         super().__init__(ranks)
         self._ring = self.ring_class(ring)
         self._ulysses = self.ulysses_class(ulysses)
@@ -45,7 +45,7 @@ class UspAttention(ParallelMode):
 
     @classmethod
     def ring_degree(cls, requested, size, heads=None):
-        """Without a request, make Ulysses groups as large as a node and the heads allow."""
+        """By default, make Ulysses groups as large as a node and the number of heads allow."""
         if requested is None:
             ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             return size // math.gcd(size, ranks_of_node, heads or 0)
@@ -64,7 +64,7 @@ class UspAttention(ParallelMode):
         return 2 * self.ranks.size
 
     def chunk_indices(self, rank):
-        """Cut each chunk of the ring into as many as a Ulysses group has ranks, and give each rank two in a row."""
+        """Cut each ring chunk into one piece per rank of a Ulysses group; each rank holds two consecutive pieces."""
         size = self._ulysses.ranks.size
         of_group = [size * chunk + i for chunk in self._ring.chunk_indices(rank // size) for i in range(size)]
         first = 2 * (rank % size)
@@ -72,7 +72,7 @@ class UspAttention(ParallelMode):
 
     def _forward(self, q, k, v, scale, mask, kernel):
         self._check_query_heads(q.shape[2])
-        ring: Any = _RingKernel(self._ring, kernel)  # does all that Ulysses asks of a kernel
+        ring: Any = _RingKernel(self._ring, kernel)  # it has the methods of a kernel that Ulysses calls
         return self._ulysses.forward(q, k, v, scale=scale, mask=mask, kernel=ring)
 
     def _backward(self, dout, q, k, v, out, lse, scale, mask, kernel):
@@ -89,7 +89,7 @@ class UspAttention(ParallelMode):
 
 
 class _RingKernel:
-    """The ring in the role of the kernel that Ulysses calls on some of the heads."""
+    """An adapter that lets Ulysses call the ring as its kernel on some of the heads."""
 
     def __init__(self, ring: ZigzagRingAttention, kernel) -> None:
         self._ring = ring

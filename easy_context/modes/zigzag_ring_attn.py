@@ -1,8 +1,8 @@
-"""Zigzag ring attention: keys and values travel a ring, each rank holds one early and one late chunk of the row.
+"""Zigzag ring attention: keys and values travel a ring, and each rank holds one early and one late chunk of the row.
 
 Ring attention is arXiv 2310.01889. With 2W chunks, rank r holds chunks r and 2W-1-r, so that under a causal mask every
-rank has the same work in every step: after the first step, either all its queries see the first half of the travelling
-keys, or the second half of its queries sees all of them.
+rank has the same work in every step. After the first step, either all its queries attend to the first half of the
+received keys, or the second half of its queries attends to all of them.
 """
 
 import torch
@@ -77,9 +77,10 @@ class ZigzagRingAttention(ParallelMode):
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
     def _block(self, query_rank: int, key_rank: int, tokens: int, mask: AttentionMask) -> Block | None:
-        """Return the block of one rank's queries and another's keys (ranks modulo their number).
+        """Return the block of one rank's queries and another rank's keys (rank numbers wrap around).
 
-        All queries see the early chunk of an earlier rank; the late chunk of the queries sees all of a later one.
+        All queries attend to the early chunk of an earlier rank. The late chunk of the queries attends to all keys of a
+        later rank.
         """
         size = self.ranks.size
         return mask.block(self.places(query_rank % size, tokens), self.places(key_rank % size, tokens))
@@ -87,13 +88,13 @@ class ZigzagRingAttention(ParallelMode):
     def _exchange_keys(
         self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, step: int, mask: AttentionMask
     ) -> tuple[torch.Tensor, Exchange]:
-        """Post what brings the keys and values of `step`.
+        """Start the exchange that brings the keys and values of `step`.
 
-        In the ring `kv`, those of the step before, go on to the next rank. A window or documents leave few keys that
-        another rank needs: these go straight to it.
+        In the ring, `kv` of the previous step moves on to the next rank. With a window or documents, other ranks need
+        only few keys, and these are sent to them directly.
 
         Returns:
-            the buffer that receives (empty if nothing comes), and the started exchange to wait for.
+            The receive buffer (empty if nothing is received), and the started exchange to wait for.
         """
         if not mask.leaves_out_keys:
             return ring_exchange(kv, self.group)
@@ -107,19 +108,19 @@ class ZigzagRingAttention(ParallelMode):
 
     @staticmethod
     def _keys_of(block: Block, kv: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-        """Return the keys and values of a block out of what arrived for its step."""
+        """Return the keys and values of a block from the tensors received for its step."""
         return kv if mask.leaves_out_keys else kv[:, :, block.keys]
 
     def _send_home(
         self, block_dkv: list[torch.Tensor] | None, k: torch.Tensor, step: int, mask: AttentionMask
     ) -> tuple[slice, torch.Tensor | None, Exchange]:
-        """Send a block's dk and dv straight to the rank that owns the keys; receive those made from our keys.
+        """Send a block's dk and dv directly to the rank that owns the keys, and receive the gradients of our keys.
 
-        They travel in the kernel's own dtype, which loses nothing (the kernel rounded them already), and are summed at
-        home in float32: half the bytes of a float32 sum that travels the ring.
+        The gradients are sent in the kernel's dtype, which loses no precision because the kernel has already rounded
+        them, and the owner sums them in float32. This takes half the bytes of a float32 sum that travels the ring.
 
         Returns:
-            the keys whose gradients come, the buffer that receives them (None if none come), and the exchange.
+            The keys whose gradients arrive, their receive buffer (None if none arrive), and the exchange.
         """
         rank, size = self.ranks.rank, self.ranks.size
         exchange = Exchange(self.group)

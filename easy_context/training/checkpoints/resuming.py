@@ -103,7 +103,7 @@ def _refuse_too_few_steps(folder: Path, step: int, max_train_steps: int) -> None
 
 
 def _set_aside(output_dir: Path, step: int) -> None:
-    """Move away checkpoints of later steps, so that no run resumes from them by mistake."""
+    """Move away later checkpoints, damaged or of an earlier run, so that no run resumes from them by mistake."""
     later = [path for saved_after, path in checkpoints_in(output_dir).items() if saved_after > step]
     if not later:
         return
