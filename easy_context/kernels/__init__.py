@@ -1,6 +1,6 @@
-"""Attention kernels: one block of exact attention each, and the choice among them.
+"""Attention kernels, each computing one block of exact attention, and the choice among them.
 
-This module loads no PyTorch, so that flags can import the names; a kernel's module is imported when it is asked for.
+This module loads no PyTorch, so that flags can import the names. A kernel's module is imported when it is needed.
 """
 
 import functools
@@ -35,21 +35,21 @@ KERNELS = tuple(_CLASSES)
 def select_kernel(
     name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int, documents: bool = False
 ) -> "AttentionKernel":
-    """Return the attention kernel called `name`, or with "auto" the fastest that can serve; the log says which and why.
+    """Return the attention kernel called `name`, or the fastest usable one for "auto", and log the choice.
 
     Args:
         name: one of KERNELS, or "auto".
-        device: where q, k and v lie.
-        dtype: their dtype.
+        device: device of q, k and v.
+        dtype: dtype of q, k and v.
         head_dim: elements per head.
-        documents: the rows hold packed documents, which not every kernel computes fast.
+        documents: whether the rows hold packed documents, which are slow with some kernels.
 
     Raises:
-        ValueError: as `check_kernel`.
+        ValueError: as for `check_kernel`.
     """
     kernel, passed_over = _choose_kernel(name, device, dtype, head_dim, documents)
     if name == "auto":
-        # On a CPU nobody wonders why the kernels for CUDA are not used.
+        # On a CPU the log need not explain why CUDA kernels are not used.
         why = f" (not {'; not '.join(passed_over)})" if passed_over and device.type == "cuda" else ""
         logger.info("attention kernel: %s%s", kernel.name, why)
     return kernel
@@ -61,7 +61,7 @@ def check_kernel(
     """Check that `select_kernel` will find a kernel.
 
     Raises:
-        ValueError: an unknown name, or a named kernel that cannot serve these inputs (the message says why).
+        ValueError: the name is unknown, or the named kernel does not support these inputs.
     """
     _choose_kernel(name, device, dtype, head_dim, documents)
 
@@ -75,7 +75,7 @@ def check_kernel_name(name: str) -> None:
 def _choose_kernel(
     name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int, documents: bool
 ) -> tuple["AttentionKernel", list[str]]:
-    """Return the kernel, and why each faster one is passed over."""
+    """Return the kernel, and the reasons why faster ones are not used."""
     check_kernel_name(name)
 
     def reason_against(kernel: "AttentionKernel") -> str | None:

@@ -1,4 +1,4 @@
-"""What every attention kernel promises: one block of exact attention, forward and backward."""
+"""The base class of attention kernels, which compute one block of exact attention, forward and backward."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -11,11 +11,11 @@ from .splitting import parts_within
 
 
 class AttentionKernel(ABC):
-    """One backend. `forward` and `backward` check what is common to all; subclasses fill in `_forward` and `_backward`.
+    """One backend. `forward` and `backward` make the common checks; subclasses implement `_forward` and `_backward`.
 
     Shapes: q, out `[batch, seq_q, heads, head_dim]`; k, v `[batch, seq_k, kv_heads, head_dim]` with kv_heads dividing
     heads (query head h reads key head `h // (heads / kv_heads)`); lse `[batch, heads, seq_q]`, the natural logarithm of
-    the softmax denominator, float32 (float64 for float64 inputs). Strides are free.
+    the softmax denominator, float32 (float64 for float64 inputs). Tensors may have any strides.
     """
 
     name: str
@@ -30,7 +30,7 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why this kernel cannot serve such inputs on this machine, or None if it can."""
+        """Return why this kernel does not support such inputs on this machine, or None if it does."""
 
     @abstractmethod
     def _forward(self, q, k, v, scale: float, mask: AttentionMask) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -57,10 +57,10 @@ class AttentionKernel(ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of q over k and v.
+        """Compute attention of q over k and v.
 
         Returns:
-            out in q's dtype, and lse. A query that sees no key has out 0 and lse -inf.
+            The output in q's dtype, and lse. A query that attends to no key has output 0 and lse -inf.
 
         Raises:
             ValueError: a causal mask with unequal lengths, a window without a causal mask, or documents of another
@@ -90,10 +90,10 @@ class AttentionKernel(ABC):
         scale: float,
         mask: AttentionMask,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v through this block, in their dtype.
+        """Compute the gradients of q, k and v through this block, in their dtype.
 
-        `out` and `lse` may be merged over several blocks: the block's probabilities are exp(score - lse), so each block
-        gives its share of the gradients of the whole attention.
+        `out` and `lse` may be merged over several blocks. The block's probabilities are exp(score - lse), so each block
+        contributes its part of the gradients of the whole attention.
         """
         dout, q, k, v, out = _dense_vectors(dout, q, k, v, out)
         mask = _cut_window(q, k, mask)
@@ -109,7 +109,7 @@ class AttentionKernel(ABC):
     def _forward_in_parts(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: AttentionMask
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `forward` in as many calls of the backend as its limits ask for."""
+        """Compute `forward` in as many calls of the backend as its limits require."""
         if max(q.numel(), k.numel()) <= self.max_elements:
             q, k, v = self._near(q, k, v)
             return self._call_forward(q, k, v, scale, mask)
@@ -125,14 +125,14 @@ class AttentionKernel(ABC):
     def _backward_in_parts(
         self, dout, q, k, v, out, lse, scale: float, mask: AttentionMask
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute `backward` in as many calls of the backend as its limits ask for."""
+        """Compute `backward` in as many calls of the backend as its limits require."""
         sharing_a_key = max(q.shape[1] * q.shape[2] // k.shape[2], k.shape[1]) * q.shape[3]
         limit = min(self.max_elements, max(self.backward_elements, sharing_a_key))
         if max(q.numel(), k.numel()) <= limit:
             dout, q, k, v, out = self._near(dout, q, k, v, out)
             return self._call_backward(dout, q, k, v, out, lse, scale, mask)
         parts = parts_within(limit, q, k)
-        # Parts that share a key head each give a share of its gradients: the sums are float32 or wider.
+        # Parts that share a key head contribute to the same gradients, which are summed in float32 or wider.
         share_keys = parts[0].heads.stop - parts[0].heads.start < q.shape[2] // k.shape[2]
         sum_dtype = torch.promote_types(k.dtype, torch.float32) if share_keys else k.dtype
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=sum_dtype), torch.zeros_like(v, dtype=sum_dtype)
@@ -188,12 +188,12 @@ def _check_lengths(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> Non
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the distance in memory from a tensor's first element to behind its last, in elements."""
+    """Return the number of elements that a tensor spans in memory, from its first element through its last."""
     return 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _dense_vectors(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with a last stride of 1: some backends read wrong memory otherwise, without an error."""
+    """Return the tensors with a last stride of 1. With other strides, some backends silently read wrong memory."""
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 

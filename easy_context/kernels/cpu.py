@@ -9,7 +9,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class CpuKernel(AttentionKernel):
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`, which lays tensors out heads first."""
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, whose tensors have heads before the sequence."""
 
     name = "cpu"
 

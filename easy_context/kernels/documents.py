@@ -1,8 +1,8 @@
 """Packed documents: attention of each token to its own document, as kernel calls on slices of a block.
 
-Documents lie one behind the other in a row. The tokens of one document therefore lie together in any part of the row
-that keeps its order: among the queries of a block and among its keys they are a slice each. No query is in two slices,
-so nothing is merged. Off the diagonal of a split row at most one document reaches from the keys to the queries.
+Documents follow one another in a row. In any part of the row that keeps its order, the tokens of a document are
+contiguous, so each document is one slice of a block's queries and one slice of its keys. No query is in two slices, so
+no results are merged. Off the diagonal of a split row, at most one document has both keys and queries in a block.
 """
 
 import functools
@@ -23,7 +23,7 @@ Borders = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a block, or in a whole row, of which a block is a part.
+    """The positions of documents in a whole row, or in a block of a row.
 
     Attributes:
         queries: for each row of the batch, the borders of its documents among the queries: document d has queries
@@ -39,11 +39,11 @@ class Documents:
         """Return the documents of a batch of whole rows.
 
         Args:
-            starts: for each row where its documents start: 0, and places in rising order.
-            length: tokens of a row.
+            starts: start positions of the documents for each row: 0 first, then in increasing order.
+            length: number of tokens in a row.
 
         Raises:
-            ValueError: starts that do not begin with 0, do not rise, or lie behind the row.
+            ValueError: the starts do not begin with 0, do not increase, or lie beyond the end of the row.
         """
         for row, places in enumerate(starts):
             borders = [*places, length]
@@ -57,12 +57,12 @@ class Documents:
 
     @property
     def length(self) -> int:
-        """The number of queries in a row, which is that of the keys where they are the same tokens."""
+        """The number of queries in a row. It equals the number of keys if both are the same tokens."""
         return self.queries[0][-1]
 
     @property
     def checksum(self) -> int:
-        """A number that is the same on ranks that were given the same documents."""
+        """A number that is equal on all ranks with the same documents."""
         return hash(self.queries)
 
     @property
@@ -71,12 +71,12 @@ class Documents:
         return sum((end - start) ** 2 for borders in self.queries for start, end in itertools.pairwise(borders))
 
     def lengthened(self, tokens: int) -> "Documents":
-        """Return the documents of whole rows, the last of each longer by so many tokens of padding."""
+        """Return the documents of whole rows, with the last document of each row extended by the padding."""
         rows = tuple((*borders[:-1], borders[-1] + tokens) for borders in self.queries)
         return Documents(rows, rows)
 
     def among(self, queries: Ranges, keys: Ranges) -> "Documents":
-        """Return how the documents lie in a part of this block; the same object for the same part."""
+        """Return the documents of a part of this block; the same part gives the same object."""
         if (queries, keys) not in self._parts:
             self._parts[queries, keys] = Documents(
                 tuple(_places(borders, queries) for borders in self.queries),
@@ -85,10 +85,10 @@ class Documents:
         return self._parts[queries, keys]
 
     def cut(self) -> tuple[range, range, "Documents"]:
-        """Cut off, at either end of the block, the queries and keys that no row of the batch needs.
+        """Remove the queries and keys at both ends of the block that no row of the batch needs.
 
         Returns:
-            The queries and the keys that stay, perhaps none, and the documents among them.
+            The remaining queries and keys, possibly none, and the documents among them.
         """
         queries = range(
             min((queries.start for _, queries, _ in self.slices), default=0),
@@ -111,13 +111,13 @@ class Documents:
 
     @property
     def is_single(self) -> bool:
-        """Whether all queries and keys of each row are of one document, so that nothing is to be kept apart."""
+        """Whether all queries and keys of each row belong to one document, so that no separation is needed."""
         whole = slice(0, self.queries[0][-1]), slice(0, self.keys[0][-1])
         return self.slices == [(row, *whole) for row in range(len(self.queries))]
 
     @functools.cached_property
     def slices(self) -> list[tuple[int, slice, slice]]:
-        """Row, queries and keys of each document that has both."""
+        """The row, queries and keys of each document that has both queries and keys."""
         return [
             (row, slice(*queries), slice(*keys))
             for row, borders in enumerate(zip(self.queries, self.keys, strict=True))
@@ -127,7 +127,7 @@ class Documents:
 
     @functools.cached_property
     def joined(self) -> "Documents":
-        """The documents of all rows as those of one row, in which the rows lie end to end; queries are the keys."""
+        """The documents of all rows after concatenating the rows into one; queries and keys are the same tokens."""
         if len(self.queries) == 1:
             return self
         borders = [row * self.length + border for row, each in enumerate(self.queries) for border in each[:-1]]
@@ -154,7 +154,7 @@ class Documents:
 
 
 def _places(borders: Borders, tokens: Ranges) -> Borders:
-    """Return how many of `tokens` lie before each border."""
+    """Return the number of `tokens` before each border."""
     return tuple(sum(min(max(border - part.start, 0), len(part)) for part in tokens) for border in borders)
 
 

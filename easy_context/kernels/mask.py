@@ -1,4 +1,4 @@
-"""Which keys a query sees, in a whole row and in a block of it."""
+"""Attention masks of whole rows and of blocks of a row."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query sees.
+    """An attention mask: the keys that each query attends to.
 
     Attributes:
-        causal: query i sees keys 0..i; asks for as many keys as queries.
-        window: if given, query i of a causal row sees only the last `window` keys up to and including key i.
-        documents: if given, a query sees keys of its own document only.
-        tiles: of a block that a window, perhaps within documents, has been cut into: these pairs and no other.
+        causal: whether query i attends only to keys 0..i; requires equal numbers of keys and queries.
+        window: if given, query i of a causal row attends only to the last `window` keys up to and including key i.
+        documents: if given, a query attends only to keys of its own document.
+        tiles: if given, the tiles of a block with a window; attention is limited to the pairs inside these tiles.
     """
 
     causal: bool = True
@@ -31,7 +31,7 @@ class AttentionMask:
         return self.window is not None or self.documents is not None
 
     def among(self, tokens: Ranges) -> "AttentionMask":
-        """Return the mask among those tokens of the row that one rank holds."""
+        """Return the mask among the tokens of the row that one rank holds."""
         if self.window is not None:
             tiles, length = window_tiles(self.window, self.documents, tokens, tokens), sum(map(len, tokens))
             return _tiled(tiles, length, length)
@@ -44,12 +44,12 @@ class AttentionMask:
         keys; all others must lie in order, every query behind every key.
 
         Args:
-            queries: their places in the row.
-            keys: theirs.
-            first: how many tokens of the first rank come before these queries.
+            queries: positions of the queries in the row.
+            keys: positions of the keys in the row.
+            first: number of tokens of the first rank before these queries.
 
         Returns:
-            The part of the block that window and documents leave, or None if they leave nothing.
+            The part of the block that window and documents do not mask, or None if they mask all of it.
         """
         if self.window is not None:
             return _cut(window_tiles(self.window, self.documents, queries, keys), first)
@@ -78,9 +78,9 @@ class Block:
     """Attention of one rank's queries to another rank's keys.
 
     Attributes:
-        queries: the tokens of the first rank's shard that see any of the keys.
-        keys: the tokens of the other rank's shard that they see.
-        mask: which of these keys each of these queries sees.
+        queries: tokens of the first rank's shard that attend to any of the keys.
+        keys: tokens of the other rank's shard that these queries attend to.
+        mask: mask between these queries and these keys.
     """
 
     queries: slice

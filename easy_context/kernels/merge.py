@@ -1,4 +1,4 @@
-"""Merging the attention of one set of queries over several blocks of keys."""
+"""Merge the attention of one set of queries over several blocks of keys."""
 
 import functools
 
@@ -9,8 +9,8 @@ def merge_block_(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, 
     """Merge one more block into `out` and `lse`, in place.
 
     The merged output is the average of both, weighted by the softmax denominators exp(lse) and exp(block_lse). Written
-    with a sigmoid of their difference nothing overflows, whatever the gap (the form of ring-flash-attention, issue 34).
-    Computed in float32 or wider; one Triton kernel on CUDA.
+    with a sigmoid of their difference, it cannot overflow (the form of ring-flash-attention, issue 34). It runs in
+    float32 or wider, by one Triton kernel on CUDA.
 
     Args:
         out: accumulated output, any float dtype, `[batch, seq, heads, head_dim]`.
@@ -22,7 +22,7 @@ def merge_block_(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, 
         _merge_on_cuda(out, lse, block_out, block_lse)
         return
     wide = torch.promote_types(out.dtype, torch.float32)
-    # Both -inf gives NaN: neither side saw a key, and the block weighs nothing.
+    # Two values of -inf give NaN. Neither side attended to a key, so the block's weight is 0.
     weight = torch.sigmoid((block_lse - lse).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf))
     out.copy_(out.to(wide).lerp(block_out.to(wide), weight.to(wide).transpose(1, 2).unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, block_lse))

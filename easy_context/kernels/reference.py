@@ -1,4 +1,4 @@
-"""Plain attention with all scores in memory: any device and dtype, float64 included; the yardstick for the others."""
+"""Plain attention with all scores in memory, for any device and dtype; the reference for the other kernels."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .mask import AttentionMask
 
 
 class ReferenceKernel(AttentionKernel):
-    """Memory grows with seq_q x seq_k. Computes in float32, or float64 for float64 inputs."""
+    """Plain attention in float32, or float64 for float64 inputs. Its memory grows with seq_q x seq_k."""
 
     name = "reference"
 

@@ -36,11 +36,11 @@ class Part:
 def parts_within(limit: int, q: torch.Tensor, k: torch.Tensor) -> list[Part]:
     """Return parts of a block in which neither q nor k has more than `limit` elements.
 
-    Query heads that share a key head come into different parts only where one such group is too large by itself; the
-    gradients of that key head are then sums over parts.
+    Query heads that share a key head are put into different parts only if one such group exceeds the limit by itself.
+    The gradients of that key head are then sums over parts.
 
     Args:
-        limit: most elements of a tensor.
+        limit: maximum number of elements in a tensor.
         q: `[batch, seq_q, heads, head_dim]`.
         k: `[batch, seq_k, kv_heads, head_dim]`.
 

@@ -1,9 +1,9 @@
-"""A sliding window as tiles: parts of a block that plain kernels compute, without a pair too many.
+"""Cut a sliding window into tiles that plain kernels can compute, without computing masked pairs.
 
-A window of w tokens is a band along the diagonal. It is cut into pieces of w - 1 queries. Each piece sees a triangle of
-its own keys, which is causal attention, and a triangle of the w - 1 keys before them. The second triangle is causal as
-well if queries and keys are read backwards. Between two parts of a row that lie apart there are at most one rectangle,
-one such triangle and the rectangle beside it.
+A window of w tokens is a band along the diagonal. It is cut into pieces of w - 1 queries. Each piece attends to a
+triangle of its own keys, which is causal attention, and to a triangle of the w - 1 keys before them. The second
+triangle is causal as well if queries and keys are read backwards. Two separate parts of a row have at most one
+rectangle, one such triangle and the rectangle beside it.
 """
 
 import functools
@@ -23,11 +23,11 @@ class Tile:
     """Attention of some queries of a block to some of its keys.
 
     Attributes:
-        row: of the batch; None for all rows.
-        queries: among those of the block.
-        keys: among those of the block.
-        shape: every query sees every key ("full"); query i sees keys 0..i ("causal"); or query i sees keys i and later
-            ("from_own"). The last two have as many keys as queries.
+        row: row of the batch; None for all rows.
+        queries: range of the block's queries.
+        keys: range of the block's keys.
+        shape: "full" if every query attends to every key, "causal" if query i attends to keys 0..i, or "from_own" if
+            query i attends to keys i and later. The last two have as many keys as queries.
     """
 
     row: int | None
@@ -36,7 +36,7 @@ class Tile:
     shape: Shape
 
     def moved(self, queries: int, keys: int) -> "Tile":
-        """Return this tile in a block that begins so many queries and so many keys later."""
+        """Return this tile for a block that begins the given numbers of queries and keys later."""
         return Tile(
             self.row,
             slice(self.queries.start - queries, self.queries.stop - queries),
@@ -47,13 +47,13 @@ class Tile:
 
 @functools.lru_cache(maxsize=1024)  # every layer asks for the same ones
 def window_tiles(window: int, documents: Optional["Documents"], queries: Ranges, keys: Ranges) -> tuple[Tile, ...]:
-    """Return tiles that hold each pair of a query and a key that it sees once, and no other pair.
+    """Return tiles that contain each unmasked pair of a query and a key once, and no other pair.
 
     Args:
-        window: a query sees so many keys, the last of them its own.
-        documents: of the whole row, if a query sees keys of its own document only.
-        queries: their places in the row, in ranges that are the keys' as well or have none of them in common.
-        keys: their places.
+        window: number of keys that a query attends to, including its own.
+        documents: documents of the whole row, if a query attends only to keys of its own document.
+        queries: positions of the queries in the row; each range is also a range of keys or shares no token with one.
+        keys: positions of the keys in the row.
     """
     rows: list[tuple[int | None, list[range]]] = [(None, [range(max(part.stop for part in queries + keys))])]
     if documents is not None:

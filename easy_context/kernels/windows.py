@@ -1,4 +1,4 @@
-"""A block that is cut into tiles, computed one after the other by any kernel, and merged."""
+"""Compute a block that is cut into tiles one after the other with any kernel, and merge the results."""
 
 from typing import TYPE_CHECKING
 
