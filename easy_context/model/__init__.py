@@ -1,1 +1,1 @@
-"""A checkpoint before training: its config and RoPE base, its weights, Liger's layers."""
+"""Load and prepare a model before training: config and RoPE base, weights, adapters and Liger's layers."""

@@ -1,8 +1,8 @@
-"""What is trained: all weights, those that --train-only names, or LoRA's low-rank matrices (arXiv 2106.09685) by peft.
+"""Select the trained weights: all, those matching --train-only, or peft's LoRA matrices (arXiv 2106.09685).
 
-peft puts its layers into the model where they are, so that whatever looks up `model.model.layers` or `lm_head`, and
-what is patched there, works as it does without them. Embeddings and norms are trained in place, and are saved as
-peft's `modules_to_save`, from which `PeftModel.from_pretrained` takes them.
+peft's layers replace the model's layers in place, so `model.model.layers`, `lm_head` and patches of them work as
+without LoRA. Embeddings and norms are trained in place, and are saved as peft's `modules_to_save`, which
+`PeftModel.from_pretrained` loads.
 """
 
 import copy
@@ -28,19 +28,19 @@ _PREFIX = "base_model.model."  # of names in adapter files, as peft's own wrappe
 
 
 def add_adapters(model: Any, args: "Arguments") -> Any:
-    """Freeze what the flags leave untrained, and add LoRA's matrices where they ask for them.
+    """Freeze the weights that the flags do not train, and add LoRA's matrices if requested.
 
     Call it before DeepSpeed or DDP wraps the model, and before its layers are patched.
 
     Args:
         model: a Hugging Face decoder.
-        args: `lora_r`, `lora_alpha`, `lora_targets`, `train_embeddings`, `train_norms`, `train_only` and `seed` count.
+        args: uses `lora_r`, `lora_alpha`, `lora_targets`, `train_embeddings`, `train_norms`, `train_only` and `seed`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a name or a regular expression fits nothing, or something that cannot be trained alone.
+        ValueError: a name or a regular expression matches nothing, or matches something that cannot be trained alone.
     """
     if args.train_only is not None:
         _train_only(model, args.train_only)
@@ -54,7 +54,7 @@ def add_adapters(model: Any, args: "Arguments") -> Any:
 
 
 def trained_parameters(model: "torch.nn.Module") -> tuple[int, int]:
-    """Return how many numbers of the whole model are trained, and how many it has, also under ZeRO-3."""
+    """Return the numbers of trained and of all parameters of the whole model, also under ZeRO-3."""
     from .weights import whole_size
 
     sizes = [(whole_size(p), p.requires_grad) for p in model.parameters()]
@@ -93,7 +93,7 @@ def _add_lora(model: Any, args: "Arguments", rank: int) -> None:
 
 
 def lora_settings(args: "Arguments") -> list[Any] | None:
-    """Return what decides LoRA's part of the weights, as values that JSON keeps; None without LoRA."""
+    """Return the LoRA settings that affect the weights, as JSON values; None without LoRA."""
     if args.lora_r is None:
         return None
     return [args.lora_r, _alpha(args, args.lora_r), args.lora_targets, args.train_embeddings, args.train_norms]
@@ -104,7 +104,7 @@ def _alpha(args: "Arguments", rank: int) -> float:
 
 
 def _targets(model: Any, words: list[str]) -> list[str] | str:
-    """Return the linear layers that are adapted: whole names, or peft's word for all but the output layer."""
+    """Return the adapted linear layers: full names, or peft's keyword for all but the output layer."""
     import torch
 
     if words == ["all-linear"]:
@@ -112,7 +112,7 @@ def _targets(model: Any, words: list[str]) -> list[str] | str:
     names = [name for name, _ in model.named_modules() if name]
     chosen: set[str] = set()
     for word in words:
-        # As in peft: several words are endings of names, and a single one that is no name is a regular expression.
+        # As in peft, several words match the ends of names, and a single word that is no name is a regular expression.
         is_name = len(words) > 1 or re.fullmatch(r"[\w.]+", word)
         found = {name for name in names if (f".{name}".endswith(f".{word}") if is_name else re.fullmatch(word, name))}
         if not found:
@@ -134,11 +134,11 @@ def _targets(model: Any, words: list[str]) -> list[str] | str:
 
 
 def adapter_problems(args: "Arguments", config: Any) -> list[str]:
-    """Return what is wrong with the flags about what is trained.
+    """Return the problems of the flags that select the trained weights.
 
     Args:
         args: train.py's arguments.
-        config: of the model; None leaves out what depends on it.
+        config: config of the model; None skips the checks that depend on it.
     """
     given = _given(args)
     if args.train_only is not None and given:
@@ -165,7 +165,7 @@ def adapter_problems(args: "Arguments", config: Any) -> list[str]:
 
 
 def _given(args: "Arguments") -> str:
-    """Return the flags about LoRA that are not at their defaults, as on the command line."""
+    """Return the LoRA flags that differ from their defaults, as written on the command line."""
     from ..training.arguments import Arguments
 
     default = Arguments()
@@ -179,7 +179,7 @@ def _given(args: "Arguments") -> str:
 
 
 def model_without_data(args: "Arguments", config: Any) -> Any:
-    """Return the model of a config with what the flags add and freeze, on PyTorch's meta device: it takes no memory."""
+    """Return the model with the flags' adapters and frozen weights on PyTorch's meta device, which takes no memory."""
     previous = logger.level
     logger.setLevel(logging.WARNING)
     try:
@@ -197,7 +197,7 @@ def _skeleton(config: Any) -> Any:
 
 
 def trained_share(args: "Arguments", config: Any) -> float:
-    """Return the share of the model's numbers that the flags have trained."""
+    """Return the fraction of the model's parameters that the flags train."""
     if args.lora_r is None and args.train_only is None:
         return 1.0
     trained, parameters = trained_parameters(model_without_data(args, config))
@@ -210,12 +210,12 @@ def has_adapter(model: Any) -> bool:
 
 
 def save_adapter(model: Any, folder: Path, state_dict: "dict[str, torch.Tensor]") -> None:
-    """Save what was trained as peft does, and beside it the base's config, with its RoPE base, and how to load both.
+    """Save the adapter in peft's format, the base model's config with its RoPE base, and a README on loading both.
 
     Args:
-        model: unwrapped.
-        folder: which exists.
-        state_dict: of the whole model, whole tensors.
+        model: the unwrapped model.
+        folder: existing folder to write to.
+        state_dict: state of the whole model, with unsharded tensors.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -261,11 +261,11 @@ model = PeftModel.from_pretrained(base, "THIS FOLDER")
 
 
 def merged(model: Any, state_dict: "dict[str, torch.Tensor]") -> Any:
-    """Return a plain model with the adapter added to its weights.
+    """Return a plain model with the adapter merged into its weights.
 
     Args:
-        model: unwrapped.
-        state_dict: of the whole model, whole tensors; they are changed, for weights are not held twice.
+        model: the unwrapped model.
+        state_dict: state of the whole model, with unsharded tensors. They are changed in place to save memory.
     """
     from peft import get_peft_model
 

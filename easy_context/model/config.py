@@ -1,4 +1,4 @@
-"""A model's config: loading it, raising its base of rotary position embeddings (RoPE), and what it cannot do."""
+"""Load a model's config, raise its base of rotary position embeddings (RoPE), and check its limitations."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +17,10 @@ def load_config(name: str) -> Any:
     """Load a model's Hugging Face config from a folder or the hub; no weights are read.
 
     Args:
-        name: path or hub name, which errors call `--model`.
+        name: path or hub name; error messages refer to it as `--model`.
 
     Raises:
-        ValueError: there is no such folder, or no config in it that Transformers can load.
+        ValueError: the folder does not exist, or has no config that Transformers can load.
     """
     from transformers import AutoConfig
 
@@ -43,12 +43,12 @@ def load_config(name: str) -> Any:
 
 
 def is_rope_base(theta: float) -> bool:
-    """Return whether rotary embeddings (arXiv 2104.09864) can have this base."""
+    """Return whether this is a valid base for rotary embeddings (arXiv 2104.09864)."""
     return math.isfinite(theta) and theta > 0
 
 
 def set_rope_theta(config: Any, theta: float | None, seq_length: int | None) -> None:
-    """Set the RoPE base in a config so that it holds in the model built from it, in what is saved, and in a reload.
+    """Set the RoPE base in a config so that it applies to the model built from it, and is saved and reloaded.
 
     Other scaling (`rope_type` and its parameters) is kept.
 
@@ -93,20 +93,20 @@ def model_problems(
     ring_degree: int | None = None,
     documents: bool = False,
 ) -> Iterator[str]:
-    """Yield each reason, in the words of the command line, why a model cannot run on split rows.
+    """Yield each reason why a model cannot run on split rows, in terms of the command line's flags.
 
     Args:
         name: path or hub name, for messages that name no other flag.
-        config: of the model; it is not changed.
+        config: config of the model; it is not changed.
         mode: the parallel mode.
         kernel: attention kernel, or "auto".
-        size: processes that share a row.
-        seq_length: tokens of the longest whole row.
-        device: of this process; None leaves the kernel and its packages unchecked.
-        dtype: of the activations.
-        engine: what computes the mode.
-        ring_degree: processes in a ring of usp_attn; None for the mode's choice.
-        documents: rows are packed, and their documents kept apart.
+        size: number of processes that share a row.
+        seq_length: number of tokens in the longest whole row.
+        device: device of this process; None skips the checks of the kernel and its packages.
+        dtype: dtype of the activations.
+        engine: engine that computes the mode.
+        ring_degree: number of processes in a ring of usp_attn; None for the mode's choice.
+        documents: whether rows are packed and attention stays within their documents.
     """
     from ..huggingface import head_dim, layer_windows, modeling_module, refuse_model_features
     from ..mesh import Mesh

@@ -1,4 +1,4 @@
-"""Fingerprints by which a run that goes on recognises its model and tokenizer."""
+"""Fingerprints by which a resumed run recognises its model and tokenizer."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ _TOKENIZER_FILES = (
 
 
 def model_fingerprint(name: str, config: Any) -> str:
-    """Return the hub's commit, or a hash over the config of a folder and samples of its weight files."""
+    """Return a hub model's commit, or a hash of a folder's config and of samples of its weight files."""
     folder = Path(name)
     if not folder.is_dir():
         return getattr(config, "_commit_hash", None) or name
@@ -29,7 +29,7 @@ def model_fingerprint(name: str, config: Any) -> str:
 
 
 def tokenizer_fingerprint(name: str) -> str:
-    """Return a hash over a folder's tokenizer and chat template, or a hub name, whose commit is in the model's."""
+    """Return a hash of a folder's tokenizer and chat template, or the hub name (its commit is in the model's)."""
     folder = Path(name)
     if not folder.is_dir():
         return name

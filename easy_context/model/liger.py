@@ -32,11 +32,11 @@ def choose_liger(requested: bool | None, config: Any) -> bool:
     """Return whether to use Liger's layers and loss.
 
     Args:
-        requested: what `--liger` or `--no-liger` says; None for wherever they can be used.
-        config: of the model.
+        requested: True for `--liger`, False for `--no-liger`, None to use them if possible.
+        config: config of the model.
 
     Raises:
-        ValueError: they are requested and cannot be used; the message says why.
+        ValueError: they are requested but cannot be used; the message says why.
     """
     refusal = liger_unavailable() or liger_refusal(config)
     if requested and refusal:
@@ -45,10 +45,10 @@ def choose_liger(requested: bool | None, config: Any) -> bool:
 
 
 def apply_liger(config: Any) -> None:
-    """Make models of this family that are built afterwards use Liger's layers; `apply_fused_loss` is for the loss.
+    """Make models of this family that are built later use Liger's layers; `apply_fused_loss` handles the loss.
 
     Args:
-        config: of the model to build.
+        config: config of the model to build.
 
     Raises:
         ValueError: `liger_unavailable` gives a reason, the family is not supported, or `liger_refusal` gives a reason.

@@ -11,11 +11,11 @@ def load_tokenizer(name: str, flag: str = "--model", required: bool = True) -> A
     Args:
         name: path or hub name.
         flag: the flag that gave the name, for the error.
-        required: whether it is an error if there is none. Training needs only token ids; it then says in a line that
-            no tokenizer will be saved with the model.
+        required: whether a missing tokenizer is an error. Training needs only token ids; without a tokenizer, it logs
+            that none will be saved with the model.
 
     Returns:
-        The tokenizer; None if none loads and none is required.
+        The tokenizer, or None if none can be loaded and none is required.
 
     Raises:
         ValueError: it is required and cannot be loaded.

@@ -1,4 +1,4 @@
-"""Check a checkpoint's weight files (present, complete, of the config's shapes) by their headers; load it whole."""
+"""Check by their headers that weight files are complete and fit the config, and load models without missing tensors."""
 
 import contextlib
 import copy
@@ -19,23 +19,23 @@ INDEX_FILES = tuple(f"{name}.index.json" for name in SINGLE_FILES)
 
 
 def whole_size(parameter: Any) -> int:
-    """Return the number of elements of a parameter, also where ZeRO-3 leaves a process a part of it."""
+    """Return the number of elements of a whole parameter, even if ZeRO-3 shards it."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def check_weights(name: str, config: Any) -> None:
     """Check the weights of a model in a local folder; a name on the hub is checked when it is loaded.
 
-    Read the headers of the files only, which tell how long a whole file is, and the names and shapes of its tensors.
-    Transformers itself says what it would make of them, so that whatever it ties, renames or leaves out is right here.
+    Only the files' headers are read. They contain the length of the complete file and the names and shapes of its
+    tensors. Transformers itself matches these with the model, so that tied, renamed and ignored tensors are handled.
 
     Args:
         name: path or hub name.
-        config: of the model.
+        config: config of the model.
 
     Raises:
-        ValueError: no weights, a shard that is missing, a damaged file, a config that no model can be built from, a
-            tensor that the model needs and the files lack, or shapes that do not fit the config.
+        ValueError: there are no weights, a shard is missing, a file is damaged, no model can be built from the config,
+            the files lack a tensor that the model needs, or shapes do not fit the config.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -81,7 +81,7 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def _headers(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
-    """Return name -> tensor without data of all weight files; None for pickles, which have no header."""
+    """Return a dict from name to tensor without data for all weight files; None for pickles, which have no header."""
     headers: dict[str, torch.Tensor] = {}
     for file in _weight_files(folder, name):
         if file.suffix != ".safetensors":
@@ -121,7 +121,7 @@ def _load_without_data(config: Any, headers: dict[str, torch.Tensor]) -> dict[st
 
 @contextlib.contextmanager
 def _quiet_transformers(progress_bars: bool) -> Iterator[None]:
-    """Silence Transformers' table of missing and unexpected tensors; this module says the same in a line."""
+    """Silence Transformers' table of missing and unexpected tensors; this module reports them in one line."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -160,14 +160,14 @@ def _hint_of_prefix(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def load_whole(name: str, config: Any, dtype: torch.dtype) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, but every failure is one line, and no tensor is left at random values.
+    """Call `AutoModelForCausalLM.from_pretrained`; report failures in one line, and leave no tensor at random values.
 
-    Tensors that the model has no place for are named in one line of the log.
+    Tensors that the model does not use are named in one line of the log.
 
     Args:
         name: path or hub name.
-        config: of the model.
-        dtype: of the weights.
+        config: config of the model.
+        dtype: dtype of the weights.
 
     Raises:
         ValueError: the model cannot be loaded, or its weights lack a tensor that it needs.
