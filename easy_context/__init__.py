@@ -31,7 +31,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str):
-    """Import a public name at its first use, so that `--help` and argument errors need not wait for PyTorch."""
+    """Import a public name at its first use, so that `--help` and argument errors do not wait for PyTorch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

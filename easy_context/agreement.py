@@ -1,6 +1,6 @@
-"""Checks that fail on every rank of a group when they fail on one, so that none waits in a collective for the others.
+"""Make a check that fails on one rank fail on every rank of its group, so that no rank waits in a collective forever.
 
-A check costs one all-reduce of three integers, and nothing where there is one process. Only its failure sends texts.
+A check costs one all-reduce of three integers, or nothing with one process. Texts are sent only when a check fails.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ def check_together(check: Callable[[], Facts], group: dist.ProcessGroup | None, 
     """Run `check` on every rank of `group`; collective.
 
     Args:
-        check: raises if something is wrong on this rank, and returns what must be the same on all ranks; the values
-            have a `repr` that tells them apart.
-        group: the ranks; None for one process, whose error is raised as it is.
-        differ: begins the message when the facts differ.
+        check: function that raises if something is wrong on this rank, and returns facts that must be equal on all
+            ranks. Different values must have a different `repr`.
+        group: process group of the ranks; None for one process, whose error is raised unchanged.
+        differ: beginning of the message if the facts differ.
 
     Raises:
-        ValueError: the check failed on a rank, or the facts differ; the same message on every rank.
+        ValueError: the check failed on a rank, or the facts differ. The message is the same on every rank.
     """
     if group_size(group) == 1:
         check()
@@ -33,10 +33,10 @@ def check_together(check: Callable[[], Facts], group: dist.ProcessGroup | None, 
     problem, facts, cause = None, {}, None
     try:
         facts = check()
-    except Exception as error:  # whatever it is, the other ranks are about to wait for this one
+    except Exception as error:  # catch every error, since the other ranks are about to wait for this one
         problem, cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", error
     digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=7).digest(), "big")
-    # One maximum tells whether any rank has a problem, and whether the largest digest is the smallest.
+    # One maximum shows whether any rank has a problem, and whether the largest digest equals the smallest.
     report = torch.tensor([problem is not None, digest, -digest], dtype=torch.int64, device=communication_device(group))
     dist.all_reduce(report, op=dist.ReduceOp.MAX, group=group)
     failed, largest, minus_smallest = report.tolist()
@@ -61,7 +61,7 @@ def _message(problem: str | None, facts: Facts, group: dist.ProcessGroup | None,
 
 
 def _by_rank(values: list) -> str:
-    """Say which ranks have which value."""
+    """Describe which ranks have which value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(str(rank))

@@ -13,7 +13,7 @@ from .modes.base import ParallelMode
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How attention is computed: all that `sequence_parallel_attention` needs beside q, k and v."""
+    """The settings that `sequence_parallel_attention` needs in addition to q, k and v."""
 
     mode: ParallelMode
     kernel: AttentionKernel
@@ -22,7 +22,7 @@ class AttentionSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the mode's forward and backward."""
+        """The keyword arguments of the mode's forward and backward."""
         return {"kernel": self.kernel, "scale": self.scale, "mask": self.mask}
 
 
@@ -39,7 +39,7 @@ class _SequenceParallelAttention(torch.autograd.Function):
                 run.attention.append(results)
         ctx.save_for_backward(q, k, v, *results)
         ctx.settings = settings
-        return results[0].view_as(results[0])  # autograd marks what is returned; the kept tensor stays as it is
+        return results[0].view_as(results[0])  # autograd modifies the returned tensor; the kept one must stay unchanged
 
     @staticmethod
     def backward(ctx, dout):
@@ -51,14 +51,14 @@ class _SequenceParallelAttention(torch.autograd.Function):
 def sequence_parallel_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: AttentionSettings
 ) -> torch.Tensor:
-    """Compute exact attention of this rank's queries over the row that its mode's ranks share, with gradients.
+    """Compute exact attention of this rank's queries over the row that the mode's ranks share, with gradients.
 
     Args:
         q: `[batch, seq / size, heads, head_dim]`, this rank's shard, float.
         k: `[batch, seq / size, kv_heads, head_dim]`, same dtype; v likewise.
-        settings: the mode and what it needs.
+        settings: the mode and its settings.
 
     Returns:
-        The output, shaped and typed like q.
+        The output, with q's shape and dtype.
     """
     return _SequenceParallelAttention.apply(q, k, v, settings)

@@ -17,9 +17,9 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device on which tensors must be for the collectives of `group` (None: the default group).
+    """Return the device that the collectives of `group` (None: the default group) need tensors to be on.
 
-    It is this process's CUDA device under NCCL, else the CPU.
+    This is the process's CUDA device with NCCL, and the CPU otherwise.
     """
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
@@ -27,11 +27,11 @@ def communication_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 class Exchange:
-    """Sends and receives of one step, posted together so that they run while the caller computes.
+    """The sends and receives of one step, started together so that they run while the caller computes.
 
-    Collect with `send` and `receive`, post with `start`, and call `wait` before a received tensor is read or a sent one
-    is overwritten. All ranks that talk to each other start their exchanges in the same order, which keeps NCCL, where
-    the exchanges of a group run one after another, free of deadlocks. Ranks are those inside the group.
+    Collect them with `send` and `receive`, start them with `start`, and call `wait` before reading a received tensor or
+    overwriting a sent one. NCCL runs the exchanges of a group one after another, so communicating ranks must start
+    their exchanges in the same order to avoid deadlocks. Rank numbers are those within the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -44,12 +44,12 @@ class Exchange:
         self._add(dist.isend, tensor.contiguous(), rank)
 
     def receive(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
-        """Receive into `buffer` (contiguous) from `rank`; returns it, to be read after `wait`."""
+        """Receive into `buffer` (contiguous) from `rank`, and return it; read it only after `wait`."""
         self._add(dist.irecv, buffer, rank)
         return buffer
 
     def start(self) -> "Exchange":
-        """Post everything collected so far."""
+        """Start all sends and receives collected so far."""
         if self._operations:
             self._works = dist.batch_isend_irecv(self._operations)
         return self
@@ -69,7 +69,7 @@ def ring_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch
     """Send `tensor` to the next rank of the ring and receive the previous rank's, of the same shape.
 
     Returns:
-        the buffer that receives, and the started exchange to wait for.
+        The receive buffer, and the started exchange to wait for.
     """
     rank, size = group_rank(group), group_size(group)
     exchange = Exchange(group)

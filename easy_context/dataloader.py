@@ -1,4 +1,4 @@
-"""A DataLoader's batches shared out: the ranks of a sequence-parallel group get the same, other groups others."""
+"""Distribute a DataLoader's batches over sequence-parallel groups; the ranks of a group get the same batches."""
 
 from typing import Any
 
@@ -14,27 +14,27 @@ from .sequence_parallel import require_applied
 def prepare_dataloader(
     seq_algo: str, dataloader: DataLoader, accelerator: Any = None, *, acclerator: Any = None
 ) -> DataLoader:
-    """Share a dataloader's batches out: the ranks of a sequence-parallel group get the same, other groups others.
+    """Distribute a dataloader's batches over sequence-parallel groups; the ranks of a group get the same batches.
 
-    As under `accelerator.prepare`, rank 0's random state decides how every rank shuffles, at the start of each epoch:
-    that of the sampler's generator (or an IterableDataset's `generator`), which also seeds worker processes. Every rank
-    must start the epoch. What draws from other random states (a collate function in the main process, an
-    IterableDataset without a generator) must be alike on the ranks of a group; `prepare_seq_parallel_inputs` notices
-    where it is not.
+    As with `accelerator.prepare`, rank 0's random state determines the shuffling on every rank at the start of each
+    epoch. This is the state of the sampler's generator (or an IterableDataset's `generator`), which also seeds worker
+    processes. Every rank must start the epoch. Code that uses other random states (a collate function in the main
+    process, an IterableDataset without a generator) must give the same results on all ranks of a group;
+    `prepare_seq_parallel_inputs` detects differences.
 
     Args:
-        seq_algo: the mode, which must be the applied one; data_parallel needs none applied.
+        seq_algo: the applied mode; data_parallel does not have to be applied.
         dataloader: a torch DataLoader over the same dataset on every rank.
         accelerator: an accelerate Accelerator.
-        acclerator: the same; the original EasyContext's name of the argument.
+        acclerator: the same; this is the argument's name in the original EasyContext.
 
     Returns:
         The dataloader to iterate. Under a patch, whole rows stay on the host.
 
     Raises:
-        TypeError: no accelerator, or two.
-        ValueError: another mode is applied, the Accelerator sees other processes than torch.distributed, or it
-            dispatches batches, which cannot be honoured.
+        TypeError: there is no accelerator, or there are two.
+        ValueError: another mode is applied, the Accelerator's processes differ from torch.distributed's, or the
+            Accelerator dispatches batches, which is not supported.
         RuntimeError: no mode is applied.
     """
     if (accelerator is None) == (acclerator is None):
@@ -56,7 +56,7 @@ def prepare_dataloader(
 
 
 def _share_out(dataloader: DataLoader, accelerator: Any, data_rank: int, data_size: int) -> DataLoader:
-    """accelerate's way to share batches out, by groups instead of processes."""
+    """Distribute batches as accelerate does, over groups instead of processes."""
     from accelerate.data_loader import prepare_data_loader
 
     generator = _common_generator(dataloader)
@@ -72,7 +72,7 @@ def _share_out(dataloader: DataLoader, accelerator: Any, data_rank: int, data_si
         data_seed=_data_seed(accelerator),
         use_stateful_dataloader=accelerator.use_stateful_dataloader,
     )
-    # accelerate leaves these out where one group has all ranks, which share no batches but need the same ones.
+    # accelerate omits these for a single group of all ranks, but its ranks still need the same batches.
     shared.rng_types, shared.synchronized_generator = ["generator"], generator
     return shared
 

@@ -1,4 +1,4 @@
-"""How an unmodified Hugging Face decoder is made to call our attention: names rebound in its modeling module.
+"""Make an unmodified Hugging Face decoder call our attention by rebinding names in its modeling module.
 
 A layer finds attention, and the model builds masks, through names in `transformers.models.<type>.modeling_<type>`, and
 every model looks its loss up in the family's base class. Rebinding them there reaches models loaded before or after,
@@ -46,12 +46,12 @@ def modeling_module(model_type: str) -> Any:
 
 
 def head_dim(config: Any) -> int:
-    """Return the width of an attention head, which not every config names."""
+    """Return the width of an attention head, which is missing in some configs."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Return for each layer how many keys a query sees, its own the last of them; None for a layer without a window."""
+    """Return each layer's window: the number of keys that a query attends to, including its own; None without one."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if each == "sliding_attention" else None for each in types]
@@ -62,9 +62,9 @@ def rebind(
 ) -> Callable[[], None]:
     """Rebind one family's attention and masks, and wrap its losses.
 
-    The rebinding serves a model of any attn_implementation. `attention` is also registered as attn_implementation
-    ANY_MODE and `name`. transformers takes a name with "flash" in it, such as dist_flash_attn, for a FlashAttention
-    package, so that only ANY_MODE loads a model there.
+    The rebinding works with any attn_implementation. `attention` is also registered as attn_implementation ANY_MODE and
+    `name`. transformers mistakes a name with "flash" in it, such as dist_flash_attn, for a FlashAttention package, so
+    such a mode can be loaded only as ANY_MODE.
 
     Returns:
         A function that restores everything.

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy on sharded rows, without ever holding the logits of all tokens."""
+"""Next-token cross-entropy on sharded rows, computed without storing the logits of all tokens at once."""
 
 import types
 from collections.abc import Callable
@@ -70,11 +70,11 @@ def apply_fused_loss(model: torch.nn.Module, *, liger: bool | None = None) -> to
     """Make a Hugging Face causal language model compute its loss inside `lm_head`, in chunks.
 
     `model(input_ids, ..., shift_labels=targets, num_items_in_batch=n)` then returns an output whose `loss` is the sum
-    of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without n it is
-    divided by the number of targets in these rows, over all ranks that share them: the sum of their losses is the mean.
-    (Groups with rows of their own each have their own mean; give n, the number over all, for one mean.) Without
-    `shift_labels` the model works as before. It lives in `lm_head.forward` because ZeRO-3 gathers the weight there and
-    nowhere else.
+    of the cross-entropy over all targets that are not -100, divided by n, and whose `logits` are None. Without n, the
+    divisor is the number of targets in these rows over all ranks that share them, so the losses of these ranks add up
+    to the mean. (Each data-parallel group then has its own mean; pass the total number n for a common mean.) Without
+    `shift_labels` the model works as before. The loss is computed in `lm_head.forward`, because ZeRO-3 gathers the
+    weight only there.
 
     Args:
         model: with attributes `lm_head` (a Linear without bias, tied or not) and the usual forward.
@@ -147,7 +147,7 @@ def linear_cross_entropy(
     """
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     hidden, weight = (x.to(autocast_dtype(x)) for x in (hidden, weight))
-    if not torch.is_grad_enabled():  # or the gradients, which forward makes, would be made for nobody
+    if not torch.is_grad_enabled():  # forward would otherwise compute unused gradients
         hidden, weight = hidden.detach(), weight.detach()
     if hidden.is_cuda and (liger_unavailable() is None if liger is None else liger):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

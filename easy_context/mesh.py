@@ -14,12 +14,12 @@ from .communication import communication_device
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that work together, as one of them sees them.
+    """A set of ranks that work together, and this process's rank in it.
 
     Attributes:
-        rank: this process's place among them.
-        size: how many there are.
-        group: their process group; None without torch.distributed, or where nothing is to be sent.
+        rank: rank of this process in the set.
+        size: number of ranks in the set.
+        group: process group of the set; None without torch.distributed, or if no communication is needed.
     """
 
     rank: int = 0
@@ -32,13 +32,13 @@ class Mesh:
     """This process's place in the grid.
 
     Attributes:
-        sequence_group: the ranks that share a row; None without torch.distributed.
-        sequence_rank: this process's rank among them.
-        sequence_size: how many they are.
-        data_rank: which of the groups this one is; groups of different data_rank train on different rows.
-        data_size: how many groups there are.
-        ring_degree: how many of the ranks that share a row form a ring of usp_attn. The others form Ulysses groups of
-            consecutive ranks.
+        sequence_group: process group of the ranks that share a row; None without torch.distributed.
+        sequence_rank: this process's rank in that group.
+        sequence_size: number of ranks in that group.
+        data_rank: index of that group; groups with different data_rank train on different rows.
+        data_size: number of such groups.
+        ring_degree: number of ranks in a ring of usp_attn, among the ranks that share a row. Consecutive ranks form its
+            Ulysses groups.
     """
 
     sequence_group: dist.ProcessGroup | None = None
@@ -66,9 +66,9 @@ class Mesh:
 
 
 class CurrentRanks:
-    """The attributes of `Ranks`, worked out whenever they are asked for.
+    """A set of ranks with the attributes of `Ranks`, which are computed at each access.
 
-    These are `size` ranks at a distance of `stride`, such as 1, 3, 5, 7 for a size of 4 and a stride of 2.
+    The set has `size` ranks at a distance of `stride`, such as 1, 3, 5, 7 for a size of 4 and a stride of 2.
     """
 
     def __init__(self, size: Callable[[], int], stride: Callable[[], int], groups: "_Groups") -> None:
@@ -90,20 +90,19 @@ class CurrentRanks:
 
 
 class CurrentMesh:
-    """The grid of the processes that there are when it is asked, with the attributes of `Mesh`.
+    """The grid of the current processes, with the attributes of `Mesh`, which are computed at each access.
 
-    It can be made before torch.distributed is initialised, and follows a process group that is destroyed and made anew.
-    Each run of `sequence_parallel_size` consecutive ranks shares its rows; without torch.distributed there is one
-    process.
+    It can be created before torch.distributed is initialised, and remains valid if the process group is destroyed and
+    created again. Each `sequence_parallel_size` consecutive ranks share their rows; without torch.distributed there is
+    one process.
 
-    Ranks and sizes are arithmetic, which any rank may ask for alone. Process groups are made at their first use, which
-    is collective: every rank of the launch must get there, or the others wait until the timeout. Under a patch the
-    first use is the patch itself where torch.distributed is initialised already, else the first
-    `prepare_seq_parallel_inputs` or forward pass.
+    Any rank may read ranks and sizes alone. Process groups are created at their first use, which is collective: every
+    rank of the launch must take part, or the others wait until the timeout. Under a patch, the first use is the patch
+    itself if torch.distributed is already initialised, else the first `prepare_seq_parallel_inputs` or forward pass.
 
     Raises (from every attribute):
-        RuntimeError: the launcher started several processes, but torch.distributed is not initialised: each would take
-            itself for the only one and attend within its own shard.
+        RuntimeError: the launcher started several processes, but torch.distributed is not initialised, so that each
+            process would attend only within its own shard.
         ValueError: the size does not divide the number of processes.
     """
 
@@ -116,9 +115,9 @@ class CurrentMesh:
         """Describe a grid.
 
         Args:
-            sequence_parallel_size: ranks that share a row; None for all of them.
-            timeout: of the collectives of groups made here; None for the backend's default.
-            ring_degree: says for a number of ranks that share a row how many of them form a ring of usp_attn.
+            sequence_parallel_size: number of ranks that share a row; None for all of them.
+            timeout: timeout of the collectives of groups created here; None for the backend's default.
+            ring_degree: function from the number of ranks that share a row to the number in a ring of usp_attn.
         """
         groups = _Groups(timeout)
         self._ring_degree = ring_degree

@@ -1,7 +1,7 @@
-"""What a patched Hugging Face model calls in place of its own attention, mask builders and loss.
+"""Replacements for the attention, mask builders and loss of a patched Hugging Face model.
 
-Every check here that can fail on one rank alone is made together with the other ranks (`agreement`): once when a
-forward pass builds its mask, and once in its first layer. Recomputed layers check nothing that needs the others.
+Every check here that can fail on a single rank is made together with the other ranks (`agreement`), once when a forward
+pass builds its mask and once in its first layer. Recomputed layers make no checks that need the other ranks.
 """
 
 import functools

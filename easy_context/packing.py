@@ -1,4 +1,4 @@
-"""Rows of packed documents before they are split: where documents start, their positions and their targets."""
+"""Start positions, position ids and targets of packed documents in whole rows, before the rows are split."""
 
 from collections.abc import Sequence
 

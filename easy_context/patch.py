@@ -1,4 +1,4 @@
-"""The one record of what is patched, for everything that depends on it."""
+"""The global record of the applied patch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Patch:
     """What was applied.
 
     Attributes:
-        mode: how rows are split and attended to.
+        mode: the applied parallel mode.
         family: the patched model type.
         mesh: the grid of ranks.
         attn_kernel: name of the kernel, or "auto".
-        restore: undoes it.
-        layer_unchecked: a forward pass has begun, and none of its layers has been checked yet.
+        restore: function that undoes the patch.
+        layer_unchecked: whether a forward pass has begun and its first layer has not been checked yet.
     """
 
     mode: ParallelMode
