@@ -12,7 +12,7 @@ from .modes.base import ParallelMode
 
 @dataclass
 class Patch:
-    """What was applied.
+    """An applied patch.
 
     Attributes:
         mode: the applied parallel mode.
@@ -35,10 +35,10 @@ _patch: Patch | None = None
 
 
 def current_patch() -> Patch:
-    """Return what is applied.
+    """Return the applied patch.
 
     Raises:
-        RuntimeError: nothing is.
+        RuntimeError: no patch is applied.
     """
     if _patch is None:
         raise RuntimeError("no mode is applied: call apply_seq_parallel_monkey_patch first")
@@ -46,18 +46,18 @@ def current_patch() -> Patch:
 
 
 def applied_patch() -> Patch | None:
-    """Return what is applied, None if nothing is."""
+    """Return the applied patch, or None without one."""
     return _patch
 
 
 def record_patch(patch: Patch | None) -> None:
-    """Keep `patch` as what is applied."""
+    """Record `patch` as the applied patch."""
     global _patch
     _patch = patch
 
 
 def group_sharing_rows_of(model: Any) -> dist.ProcessGroup | None:
-    """Return the ranks among which the patch splits the rows of a Hugging Face model; None where it splits none."""
+    """Return the ranks among which the patch splits the rows of a Hugging Face model; None if it splits none."""
     if _patch is None or model.config.model_type != _patch.family or _patch.mesh.sequence_size == 1:
         return None
     return _patch.mesh.sequence_group

@@ -1,4 +1,4 @@
-"""Whole rows before they are split: are they those of the other ranks?"""
+"""Check before rows are split that all ranks of a group have the same rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)  # odd, bits well mixed
 
 
 def check_columns(input_ids: torch.Tensor, position_ids: torch.Tensor, target_ids: torch.Tensor | None) -> None:
-    """Raise ValueError unless the tensors `[batch, seq]` are of one length."""
+    """Raise ValueError unless the tensors `[batch, seq]` have the same length."""
     for name, tensor in (("position_ids", position_ids), ("target_ids", target_ids)):
         if tensor is not None and tensor.shape[1] != input_ids.shape[1]:
             raise ValueError(
@@ -21,10 +21,10 @@ def check_columns(input_ids: torch.Tensor, position_ids: torch.Tensor, target_id
 def describe_rows(
     input_ids: torch.Tensor, position_ids: torch.Tensor, target_ids: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Return what must be the same on every rank that shares the rows: shape and checksums.
+    """Return the rows' shape and checksums, which must be equal on every rank that shares the rows.
 
     Raises:
-        ValueError: as `check_columns`.
+        ValueError: as for `check_columns`.
     """
     check_columns(input_ids, position_ids, target_ids)
     return {
@@ -36,7 +36,7 @@ def describe_rows(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a 64-bit sum of integers, each times a number that depends on its place."""
+    """Return a 64-bit sum of integers, each multiplied by a number that depends on its position."""
     flat = tensor.reshape(-1)
     places = torch.arange(1, min(_CHUNK, flat.numel()) + 1, device=flat.device)
     places = places * _FACTORS[0]

@@ -32,28 +32,28 @@ def apply_seq_parallel_monkey_patch(
     attn_engine: str = "easy_context",
     timeout: timedelta | None = None,
 ) -> CurrentMesh:
-    """Make every model of a Hugging Face family, loaded before or after, attend sequence-parallel.
+    """Make every model of a Hugging Face family, loaded before or after, use sequence-parallel attention.
 
     Call it on every rank, before or after torch.distributed is initialised. It replaces an earlier patch.
 
     Args:
         seq_algo: one of `easy_context.modes.MODES`.
         model: the model type (`config.model_type`): llama, mistral, qwen2 or qwen3.
-        sequence_parallel_size: ranks that share a row; None for all of them. data_parallel always has 1.
-        ring_degree: of usp_attn, ranks in a ring; it divides the ranks that share a row, and their number / ring_degree
-            divides the query heads. None for the smallest that keeps each all-to-all inside a node (LOCAL_WORLD_SIZE)
-            and, if they are given, divides `query_heads`.
-        query_heads: of the model.
+        sequence_parallel_size: number of ranks that share a row; None for all of them. data_parallel always has 1.
+        ring_degree: number of ranks in a ring of usp_attn. It must divide the number of ranks that share a row, and
+            that number / ring_degree must divide the query heads. None for the smallest value that keeps each
+            all-to-all inside a node (LOCAL_WORLD_SIZE) and is valid for `query_heads`, if given.
+        query_heads: number of query heads of the model.
         attn_kernel: "auto" or one of `easy_context.kernels.KERNELS`.
         attn_engine: one of `easy_context.modes.ENGINES`; "library" needs flash-attn and a library for the mode.
-        timeout: of the collectives of groups made here; None for the backend's default.
+        timeout: timeout of the collectives of groups created here; None for the backend's default.
 
     Returns:
-        The grid of ranks, with this process's place in it; `CurrentMesh` says when its groups are made.
+        The grid of ranks, with this process's ranks in it; see `CurrentMesh` for when its groups are created.
 
     Raises:
-        ValueError: an unknown mode, kernel, engine or family, an engine that cannot serve, or a size or ring_degree
-            that does not divide the number of processes (if they are not known yet, at first use).
+        ValueError: the mode, kernel, engine or family is unknown, the engine cannot be used, or a size or ring_degree
+            does not divide the number of processes (raised at first use if that number is not known yet).
     """
     mode_class = find_mode(seq_algo, attn_engine)
     mode_class.check_kernel_name(attn_kernel)
@@ -97,11 +97,11 @@ def prepare_seq_parallel_inputs(
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch of whole rows, on `device`.
 
-    A length that does not divide is padded at the end: positions go on, targets are -100, and under causal attention
-    no real token sees the padding. `gather_seq_parallel_outputs(..., length=...)` cuts it off again.
+    Rows whose length is not divisible are padded at the end: positions continue, targets are -100, and under causal
+    attention no real token attends to the padding. `gather_seq_parallel_outputs(..., length=...)` removes it again.
 
-    With `documents` the rows are packed: a patched model that is given the "documents" returned here attends within
-    each of them. Restarting positions alone do not say so: without documents the model refuses them.
+    With `documents` the rows are packed: pass the returned "documents" to a patched model, and it attends only within
+    each document. Positions that restart are not enough: the model rejects them without documents.
 
     Args:
         seq_algo: the mode.
@@ -110,24 +110,24 @@ def prepare_seq_parallel_inputs(
             from 0 in each.
         target_ids: `[batch, seq]` int64, already shifted (`target_ids[i]` is the token after `input_ids[i]`), -100
             where there is none; or None.
-        rank: in the sequence-parallel group.
-        world_size: of the sequence-parallel group.
-        device: where the shards go.
-        ring_degree: of usp_attn, ranks in a ring; None for that of the applied patch, or the patch's own choice. The
-            other modes have one way to split, and take 1 or None.
-        documents: the places in each row where its documents start, 0 first; or "position_ids" if positions start anew
-            from 0 in each document. Targets at the end of a document become -100.
-        check_rows: where the applied patch splits rows, compare checksums of the rows over the group whenever `rank`
-            and `world_size` are this process's own. That is collective: every rank of the group calls this for the same
-            batches. False leaves it out.
+        rank: rank in the sequence-parallel group.
+        world_size: size of the sequence-parallel group.
+        device: device of the returned shards.
+        ring_degree: number of ranks in a ring of usp_attn; None for the applied patch's value, or the value that a
+            patch would choose. Other modes accept 1 or None.
+        documents: start positions of the documents in each row, 0 first; or "position_ids" if positions restart from 0
+            in each document. Targets at the end of a document become -100.
+        check_rows: whether to compare checksums of the rows over the group, if the applied patch splits rows and `rank`
+            and `world_size` are this process's own. The comparison is collective: every rank of the group must call
+            this function for the same batches.
 
     Returns:
         "local_input_ids", "local_position_ids" and "local_target_ids" (None if target_ids is), `[batch, shard]`; with
         `documents` also "documents", of the whole rows, to be passed to the model under this name.
 
     Raises:
-        ValueError: tensors of different lengths, documents that cannot be, or rows that are not the same on every rank;
-            then on every rank.
+        ValueError: tensors have different lengths, the documents are invalid, or rows differ between ranks; in that
+            case every rank raises.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in a sequence-parallel group of {world_size}")
@@ -203,13 +203,13 @@ def gather_seq_parallel_outputs(
         seq_algo: the mode that split it, which must be the applied one.
         local: this rank's shard; all ranks of the group have the same shape and dtype.
         dim: the sequence dimension.
-        length: tokens of the row before it was padded; None keeps the padding.
+        length: number of tokens in the row before padding; None keeps the padding.
 
     Returns:
         The gathered tensor, `length` long along `dim`.
 
     Raises:
-        ValueError: another mode is applied, or the ranks' shards differ in shape or dtype; then on every rank.
+        ValueError: another mode is applied, or the ranks' shards differ in shape or dtype; every rank raises then.
     """
     patch = current_patch()
     require_applied(seq_algo, patch, "shards are gathered")

@@ -1,4 +1,4 @@
-"""This rank's part of whole rows, as keyword arguments of the model."""
+"""Split whole rows into this rank's shard, as keyword arguments of the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,17 +31,17 @@ def shard_batch(
         targets: `[batch, seq]` int64 from `next_token_targets`: labels are shifted on whole rows, so that no token at
             the edge of a shard loses its target.
         mesh: the grid of ranks, from `apply_seq_parallel_monkey_patch`.
-        device: where the shard goes.
-        documents: for packed rows, the places in each row where its documents start, 0 first. Attention then stays
+        device: device of the returned shard.
+        documents: for packed rows, the start positions of the documents in each row, 0 first. Attention then stays
             within documents, and targets at their ends become -100.
-        restart_positions: count positions from 0 in each document, as if it were alone; False lets them go on over the
-            row. With RoPE the results are the same up to rounding.
+        restart_positions: whether positions count from 0 in each document; otherwise they continue over the row. With
+            RoPE the results are the same up to rounding.
 
     Returns:
         `input_ids`, `position_ids` and `shift_labels` `[batch, shard]` int64, and "documents" if they are given.
 
     Raises:
-        ValueError: as `prepare_seq_parallel_inputs`.
+        ValueError: as for `prepare_seq_parallel_inputs`.
     """
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if documents is not None and restart_positions:

@@ -1,1 +1,1 @@
-"""Datasets: which columns mean what, and the preparation of rows from text."""
+"""Datasets: opening them, the meaning of their columns, and the preparation of rows from text."""

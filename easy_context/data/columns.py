@@ -1,9 +1,9 @@
-"""Columns beside a row's token ids: which of them say how the row is to be read, and what follows from them.
+"""Interpret the columns in addition to a row's token ids, such as masks, positions and document lengths.
 
-A column is known by its name, as TRL, Axolotl, LLaMA-Factory, torchtune, LLM Foundry, MaxText, NeMo and Megatron write
-it. A column that says nothing (positions that count from 0, a mask of ones) is no obstacle. Padding is left out.
-Columns that tell the documents of a packed row apart serve a reader that keeps them apart; others refuse them, except
-for the column that prepare_data.py writes. A loss that is weighted or masked is refused.
+Columns are recognised by the names that TRL, Axolotl, LLaMA-Factory, torchtune, LLM Foundry, MaxText, NeMo and Megatron
+use. A column without effect (positions that count from 0, a mask of ones) is accepted. Padding is removed. Columns that
+separate the documents of a packed row are used by a reader that keeps documents apart. Other readers reject them,
+except for the column that prepare_data.py writes. A weighted or masked loss is rejected.
 """
 
 import functools
@@ -35,16 +35,16 @@ _LABELS = f"give labels instead, a copy of input_ids with {IGNORE_INDEX} where n
 
 @functools.cache
 def kind_of(column: str) -> str | None:
-    """Return what a column of this name says of its row, or None for a name that is not known."""
+    """Return the meaning of a column with this name, or None for an unknown name."""
     return next((kind for kind, names in _KINDS.items() if re.fullmatch(names, column.lower())), None)
 
 
 def describe_columns(columns: Iterable[str], used: Collection[str]) -> str | None:
-    """Return a sentence about the columns beside the token ids, or None if there are none.
+    """Return a sentence about the columns other than the token ids, or None if there are none.
 
     Args:
-        columns: all of the dataset.
-        used: those that are read.
+        columns: all columns of the dataset.
+        used: columns that are read.
     """
     notes = []
     if "labels" in used:
@@ -59,20 +59,20 @@ def describe_columns(columns: Iterable[str], used: Collection[str]) -> str | Non
 def apply_columns(
     row: Mapping[str, Any], ids: Any, labels: Any = None, *, apart: bool = False
 ) -> tuple[Any, Any, list[int] | None]:
-    """Return a row's tokens and labels after all that its other columns say, and where its documents start.
+    """Return a row's tokens and labels after applying its other columns, and the start positions of its documents.
 
     Args:
-        row: column -> value; lists, arrays or tensors. Values that are None or no lists say nothing.
+        row: dict from column to value: lists, arrays or tensors. Other values, such as None, are ignored.
         ids: token ids `[length]`, an array or tensor.
-        labels: of the same length and type; `ids` if None.
-        apart: the reader keeps documents apart.
+        labels: labels of the same length and type; `ids` if None.
+        apart: whether the reader keeps documents apart.
 
     Returns:
-        `ids` and `labels` without the padding that an attention mask hides at either end, and where documents start in
-        them: 0 and places in rising order; None if no column tells it.
+        `ids` and `labels` without the padding that an attention mask hides at either end, and the start positions of
+        the documents in them, beginning with 0 and increasing; None if no column contains them.
 
     Raises:
-        ValueError: a column that cannot be honoured, with its name first.
+        ValueError: a column is not supported; the message begins with its name.
     """
     labels = ids if labels is None else labels
     known = {column: _array(row[column]) for column in row if kind_of(column) and row[column] is not None}
@@ -88,7 +88,7 @@ def apply_columns(
 
 
 def _find_starts(columns: Mapping[str, np.ndarray], kept: slice, length: int, apart: bool) -> list[int] | None:
-    """Return where documents start according to the columns, which must agree; None if none of them tells it."""
+    """Return the documents' start positions from the columns, which must agree; None if no column contains them."""
     found: dict[str, list[int]] = {}
     for column, values in columns.items():
         if (kind := kind_of(column)) in KINDS:

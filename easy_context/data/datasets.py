@@ -31,15 +31,15 @@ def open_dataset(
         name: a hub name; a folder written by `save_to_disk`, or a folder of several, each of which is a split (the
             output of prepare_data.py); a parquet, json or jsonl file, or a folder of those.
         flag: the flag that `name` comes from, for errors.
-        preferred: splits to take where there are several, the first that exists.
-        split: the split to take, whatever is preferred.
-        subset: configuration of a dataset on the hub; None takes its default.
+        preferred: split names in order of preference, used if there are several splits.
+        split: the split to open, regardless of `preferred`.
+        subset: configuration of a dataset on the hub; None for its default.
 
     Returns:
         A `datasets.Dataset` with at least one row.
 
     Raises:
-        ValueError: nothing there, a format that is not supported, a damaged file, no such split, or no rows.
+        ValueError: the dataset or split does not exist, its format is not supported, a file is damaged, or it is empty.
     """
     import datasets
 
@@ -117,7 +117,7 @@ def _data_files(path: Path, what: str) -> list[Path]:
 
 
 def _first_bad_line(files: list[Path]) -> str | None:
-    """Return which line of the JSONL files is not a JSON object; None if all are, or the files cannot be unpacked."""
+    """Return the JSONL line that is not a JSON object; None if all lines are, or the files cannot be unpacked."""
     for file in files:
         if format_suffix(file) in JSON_LINES:
             with contextlib.suppress(OSError, EOFError, lzma.LZMAError), open_unpacked(file) as lines:

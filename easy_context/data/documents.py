@@ -1,4 +1,4 @@
-"""Where the documents of a packed row start: from the columns that packing leaves, or from a token that marks them."""
+"""Find the start positions of a packed row's documents, from columns or from a token that separates documents."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ KINDS = ("positions", "documents", "lengths", "boundaries")  # of columns (see c
 
 @dataclass(frozen=True)
 class DocumentRule:
-    """What tells where documents start: a token, or the columns of the rows if neither token is given.
+    """The rule that separates documents: a token, or the columns of the rows if neither token is given.
 
     Attributes:
         begin_with: id of the token that begins every document.
@@ -23,20 +23,20 @@ class DocumentRule:
 
     @property
     def flag(self) -> str | None:
-        """The flag of train.py that names the token; None if columns tell."""
+        """The flag of train.py that names the token; None if columns are used."""
         if self.begin_with is not None:
             return f"--documents-begin-with {self.begin_with}"
         return None if self.end_with is None else f"--documents-end-with {self.end_with}"
 
     def starts(self, ids: Any, of_columns: list[int] | None) -> list[int]:
-        """Return where the documents of a row start: 0, if it has any token, and places in rising order.
+        """Return the start positions of a row's documents in increasing order; the first is 0 if the row has tokens.
 
         Args:
             ids: token ids `[length]`, an array or tensor.
-            of_columns: what the row's columns say; None if it has none of KINDS.
+            of_columns: start positions from the row's columns; None if it has none of KINDS.
 
         Raises:
-            ValueError: columns and a token both tell documents apart, or neither does.
+            ValueError: both columns and a token separate the documents, or neither does.
         """
         if self.flag is None:
             if of_columns is None:
@@ -51,19 +51,20 @@ class DocumentRule:
 
 
 def starts_of_column(kind: str, values: np.ndarray, kept: slice, length: int) -> list[int] | None:
-    """Return where documents start in the tokens of a row that are kept, according to one of its columns.
+    """Return the start positions of documents among the kept tokens of a row, from one of its columns.
 
     Args:
-        kind: of KINDS.
-        values: of the column: one for each token (positions, documents), one for each document (lengths), or borders.
-        kept: the tokens without padding.
-        length: tokens of the row, padding included.
+        kind: one of KINDS.
+        values: values of the column: one per token (positions, documents), one per document (lengths), or borders.
+        kept: slice of the tokens without padding.
+        length: number of tokens in the row, including padding.
 
     Returns:
-        0, if any token is kept, and places in rising order; None if the column is about the row as a whole.
+        The start positions in increasing order, the first of them 0 if any token is kept; None if the column describes
+        the row as a whole.
 
     Raises:
-        ValueError: values that divide no row of this length; begins with a verb.
+        ValueError: the values do not fit a row of this length. The message begins with a verb.
     """
     if kind == "documents" and (values.ndim != 1 or len(values) != length):
         return None

@@ -1,4 +1,4 @@
-"""Chats: messages as data sets hold them, the text that the tokenizer's template makes of them, the answers in it."""
+"""Read chats from records, render them with the tokenizer's chat template, and find the answers in the text."""
 
 import json
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class RenderedChat:
     """A chat up to its last answer that is learned.
 
     Attributes:
-        text: as the template writes it.
-        answers: those that are learned, each with the template's own end of it.
-        left_out: how many answers are not learned, because the template writes them otherwise once another follows.
+        text: text that the template produces.
+        answers: learned answers, each with the template's end marker.
+        left_out: number of answers that are not learned, because the template changes them when later turns follow.
     """
 
     text: str

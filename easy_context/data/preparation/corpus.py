@@ -35,9 +35,9 @@ class Corpus:
 
     Attributes:
         lengths: int64 `[documents]`, tokens of each document, separator included.
-        bad_records: `{"location", "problem"}` of every record that gave no document.
-        answers_left_out: answers of chats that are not learned, because the chat template rewrites earlier turns.
-        has_prompts: whether some tokens are not to be learned.
+        bad_records: `{"location", "problem"}` for every record without a usable document.
+        answers_left_out: number of chat answers that are not learned because the template rewrites earlier turns.
+        has_prompts: whether some tokens are excluded from the loss.
     """
 
     def __init__(self, batches: Any):
@@ -69,18 +69,18 @@ def tokenise_source(
     workers: int = 1,
     strict: bool = False,
 ) -> Corpus:
-    """Tokenise records, or take from `folder` what an earlier run with the same records and tokenizer finished.
+    """Tokenise records, reusing the shards in `folder` that an earlier run with the same input and tokenizer finished.
 
     Args:
-        records: read once, in this process.
-        document_tokenizer: what is applied to each record.
-        folder: of this source alone, named `<source>-<digest>`; keeps the records and their tokens.
-        workers: processes. They end when this function does, however it ends, and when this process does.
-        strict: refuse bad records instead of listing them.
+        records: records, which are read once, in this process.
+        document_tokenizer: tokenizer that is applied to each record.
+        folder: folder for this source only, named `<source>-<digest>`, for the records and their tokens.
+        workers: number of worker processes, which end with this function or with this process.
+        strict: whether a bad record is an error instead of being listed.
 
     Raises:
-        ValueError: records that cannot be read, or a bad one if strict.
-        ChildProcessError: a process has ended by itself, perhaps because memory ran out.
+        ValueError: records cannot be read, or one is bad and `strict` is set.
+        ChildProcessError: a worker process ended unexpectedly, for example because memory ran out.
     """
     from datasets import Dataset, concatenate_datasets
 

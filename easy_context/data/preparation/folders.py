@@ -1,4 +1,4 @@
-"""The folders that prepare_data.py writes: made aside, marked as its own, and swapped in once they are whole."""
+"""The output folders of prepare_data.py, which are built in a temporary folder and moved into place when complete."""
 
 import contextlib
 import fcntl
@@ -42,10 +42,10 @@ def read_report(output_dir: Path) -> dict[str, Any] | None:
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made, or that holds what others wrote; change nothing.
+    """Check that a folder can be created and contains no files of other programs, without changing anything.
 
     Raises:
-        ValueError: names `flag`, the folder and the remedy.
+        ValueError: the check fails; the message names `flag`, the folder and the remedy.
     """
     try:
         existing = nearest_existing(folder)
@@ -61,10 +61,10 @@ def check_folder(flag: str, folder: Path) -> None:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Refuse an output folder that a new one could not take the place of; change nothing.
+    """Check that a new folder can replace the output folder, without changing anything.
 
     Raises:
-        ValueError: as `check_folder`, or a folder that cannot be renamed.
+        ValueError: as for `check_folder`, or if the folder cannot be renamed.
     """
     check_folder("--output-dir", folder)
     if os.path.ismount(folder) or Path.cwd().is_relative_to(folder.resolve()):
@@ -106,7 +106,7 @@ def claim_folder(flag: str, folder: Path) -> Iterator[None]:
 
 
 def swap_in(new: Path, output_dir: Path) -> Path | None:
-    """Put a whole new folder in the place of the output folder.
+    """Replace the output folder by a complete new folder.
 
     Args:
         new: on the same file system; its list of files is added to it.

@@ -1,4 +1,4 @@
-"""The files of an input: which are read, in which order, and which are left out."""
+"""Select the files of an input, and list those that are not read."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,8 +21,8 @@ def list_files(path: Path) -> list[Path]:
     """Return the files of a source in reading order; for a dataset of `save_to_disk` the folder of its train split.
 
     Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: an unsupported file type, a folder without a supported file, or a dataset without a train split.
+        FileNotFoundError: `path` does not exist.
+        ValueError: the file type is not supported, the folder has no supported file, or the dataset no train split.
     """
     supported = f"supported are {', '.join(SUFFIXES)}, each also as {', '.join(OPENERS)} (parquet as it is)"
     if not path.exists():
