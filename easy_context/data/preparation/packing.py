@@ -1,4 +1,4 @@
-"""Plan rows of exactly `seq_length` tokens out of documents, cutting as few of them as can be."""
+"""Pack documents into rows of exactly `seq_length` tokens, cutting as few documents as possible."""
 
 import bisect
 import itertools
@@ -38,10 +38,10 @@ def pack(documents: list[Segment], seq_length: int, rng: np.random.Generator, sh
 
     Args:
         documents: segments that cover whole documents, the separator included.
-        seq_length: tokens of a row.
-        rng: decides among documents of one length, the order in a row and the order of rows.
-        shift_cuts: cut the full rows of a long document from somewhere in its first part instead of from its start, so
-            that a further pass over the documents does not repeat its rows.
+        seq_length: number of tokens in a row.
+        rng: random generator for the order of documents of equal length, the order within a row, and the order of rows.
+        shift_cuts: whether the full rows of a long document begin at a random offset instead of at its start, so that
+            another pass over the documents gives different rows.
 
     Returns:
         Every token of `documents` once, in `rows` or (fewer than `seq_length`) in `rest`.

@@ -23,11 +23,11 @@ def find_separator(tokenizer: Any, separator: str | None) -> int:
     """Return the id of the token between documents.
 
     Args:
-        tokenizer: of the run.
-        separator: a token's text; None takes the end-of-sequence token.
+        tokenizer: tokenizer of the run.
+        separator: text of the token; None for the end-of-sequence token.
 
     Raises:
-        ValueError: not exactly one token.
+        ValueError: the separator is not exactly one token.
     """
     if separator is None:
         if tokenizer.eos_token_id is None:
@@ -50,21 +50,21 @@ def prepare(
     """Tokenise, split, upsample, pack and save.
 
     Args:
-        settings: what decides the rows.
+        settings: settings that determine the rows.
         tokenizer: a Hugging Face tokenizer.
         output_dir: gets `train/`, `validation/` (where there are validation documents), `report.json`, `lengths.png`
             and `bad_records.jsonl`. A finished run with the same settings is left as it is.
-        workers: tokenising processes; they do not change the result.
-        work_dir: keeps the tokenised documents, for other row lengths. None: a folder beside `output_dir` keeps them
-            until the run is finished.
-        overwrite: replace a finished run of other settings, once the new rows are whole.
+        workers: number of tokenising processes; it does not change the result.
+        work_dir: folder that keeps the tokenised documents for runs with other row lengths. None for a folder next to
+            `output_dir` that is removed when the run is finished.
+        overwrite: whether to replace a finished run with other settings when the new rows are complete.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: a setting that does not fit the data, `output_dir` holds the rows of other settings, or one of
-            the folders holds what prepare_data.py did not write or belongs to a run that goes on.
+        ValueError: a setting does not fit the data, `output_dir` holds rows made with other settings, or one of the
+            folders contains files that prepare_data.py did not write or is in use by another run.
     """
     rules = tokenizer_digest(tokenizer)
     digests = [source_digest(source, settings, rules) for source in (*settings.sources, *settings.validation_sources)]

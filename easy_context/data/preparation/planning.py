@@ -1,4 +1,4 @@
-"""Decide which documents train, which validate, and which rows hold them."""
+"""Assign documents to training or validation, and plan the rows that hold them."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ def _whole_documents(source: int, lengths: np.ndarray, uses: np.ndarray) -> list
 
 
 def _tokens(corpora: list[Corpus], uses: list[np.ndarray]) -> np.ndarray:
-    """Return int64 `[sources]`, the tokens of all documents, each taken as often as `uses` says."""
+    """Return int64 `[sources]`, the tokens of all documents, each counted as many times as in `uses`."""
     return np.array([(corpus.lengths * use).sum() for corpus, use in zip(corpora, uses, strict=True)], np.int64)
 
 
@@ -107,7 +107,7 @@ def plan_validation(
 ) -> SplitRows:
     """Plan the validation rows from the held-out documents and all documents of the validation inputs.
 
-    What fills no row becomes a shorter last row, so that no held-out text is lost.
+    The remaining tokens become a shorter last row, so that no held-out text is lost.
     """
     uses = [mask.astype(np.int64) for mask in held_out] + [np.ones(len(corpus.lengths), np.int64) for corpus in extra]
     documents = [

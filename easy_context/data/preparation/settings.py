@@ -1,4 +1,4 @@
-"""What decides the rows, and the digests by which an interrupted or finished run is recognised."""
+"""The settings that determine the rows, and the digests that identify an interrupted or finished run."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ TOKENS_VERSION = 4  # raised where the same records give other tokens or labels,
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the rows; `prepare_data.py --help` says what each field means."""
+    """All settings that determine the rows; `prepare_data.py --help` describes each field."""
 
     sources: list[Source]
     tokenizer: str
@@ -35,7 +35,7 @@ class Settings:
     seed: int = 0
 
     def random_generator(self, *purpose: int) -> np.random.Generator:
-        """Return a generator for one purpose, independent of how often others were drawn from."""
+        """Return a random generator for one purpose, independent of the use of other generators."""
         return np.random.default_rng([self.seed, *purpose])
 
 

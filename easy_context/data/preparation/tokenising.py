@@ -14,7 +14,7 @@ LONGEST_END = 8  # tokens in which white space behind a separator ends
 
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """Token ids of one record, or the `problem` that keeps it out.
+    """The token ids of one record, or the `problem` that excludes it.
 
     Attributes:
         location: file and line (or row) of the record.
@@ -47,7 +47,7 @@ class DocumentTokenizer:
             record with messages or conversations is a chat.
 
     Attributes:
-        fields: those that are looked at.
+        fields: names of the fields that are read.
     """
 
     def __init__(self, tokenizer: Any, separator_id: int, text_field: str | None = None):
@@ -61,7 +61,7 @@ class DocumentTokenizer:
         self.start_ids = first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
 
     def __call__(self, record: Record) -> TokenisedDocument:
-        """Tokenise one record; what is wrong with it is returned, not raised."""
+        """Tokenise one record; problems are returned, not raised."""
         if record.data is None:
             return TokenisedDocument(record.location, problem=record.problem)
         try:
