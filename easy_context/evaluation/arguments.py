@@ -1,4 +1,4 @@
-"""The flags that both evaluations have."""
+"""The flags that `eval_ppl.py` and `eval_needle.py` share."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from ..kernels import KERNELS
 from ..modes import MODES
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MOST_LENGTHS = 100_000  # in a grid; more are a typing error
+MOST_LENGTHS = 100_000  # A longer grid is taken for a typing error.
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def context_lengths(shortest: int, longest: int, step: int, flags: tuple[str, st
         flags: names of the three, for errors.
 
     Raises:
-        ValueError: the numbers give no grid.
+        ValueError: the numbers do not describe a grid.
     """
     if shortest < 2 or longest < shortest:
         raise ValueError(f"{flags[0]} {shortest} and {flags[1]} {longest}: need 2 <= {flags[0]} <= {flags[1]}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 KIBI = 1024
-LOG_RATIO = 8  # largest over smallest value from which a perplexity axis is logarithmic
-SPAN = 4  # the same for lengths that are no round decimal numbers
-# Labelled values in each decade, for axes of up to so many decades: flat curves must have one nearby.
+LOG_RATIO = 8  # ratio of the largest to the smallest value from which a perplexity axis is logarithmic
+SPAN = 4  # the same ratio for lengths that are not round decimal numbers
+# Maximum decades of an axis -> values labelled in each decade. Flat curves need a label nearby.
 _SUBDIVISIONS = ((3, (1, 2, 3, 5)), (6, (1, 3)), (math.inf, (1,)))
 _INCHES, _INCHES_A_CHARACTER = 5.9, 0.09  # width of the axes of curves, and of their tick labels
 
@@ -24,7 +24,7 @@ class Limits:
     ymax: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for ends that no axis can have."""
+        """Raise ValueError if the ends cannot be those of an axis."""
         for low, high in (("xmin", "xmax"), ("ymin", "ymax")):
             ends = getattr(self, low), getattr(self, high)
             if None not in ends and ends[0] >= ends[1]:
@@ -37,7 +37,7 @@ class Limits:
             points: (x, y) of all curves.
 
         Raises:
-            ValueError: there is none, so the picture would be empty.
+            ValueError: no point lies within the limits, so the picture would be empty.
         """
         given = {name: value for name, value in vars(self).items() if value is not None}
         inside = [
@@ -75,7 +75,7 @@ def tokens_label(tokens: float, _=None) -> str:
 
 
 def length_label(lengths: Sequence[float]) -> str:
-    """Return what to write beside an axis with these ticks; it says what K is where there is one."""
+    """Return the label of an axis of lengths; it explains K if a tick has one."""
     binary = any(tokens_label(n)[-1] in "KM" for n in lengths)
     return "context length (tokens, K = 1024)" if binary else "context length (tokens)"
 
@@ -83,13 +83,13 @@ def length_label(lengths: Sequence[float]) -> str:
 def length_axis(axes, lengths: Sequence[float], limits: Limits) -> None:
     """Make the x-axis one of context lengths.
 
-    It is logarithmic if the lengths grow by factors, or span a large factor and are no round decimal numbers; ticks are
-    then at powers of two. Otherwise they are at the lengths themselves, as many as fit.
+    The axis is logarithmic, with ticks at powers of two, if the lengths grow by factors, or if they span a large factor
+    and are not round decimal numbers. Otherwise ticks are at the lengths themselves, as many as fit.
 
     Args:
-        axes: of Matplotlib, with everything drawn.
+        axes: Matplotlib axes on which everything is drawn.
         lengths: in ascending order, within the limits.
-        limits: of the axes.
+        limits: ends of the axes.
     """
     decimal = sum(n % 1000 == 0 for n in lengths) > len(lengths) / 2
     # An even grid has one step, and perhaps a last one that is shorter.
@@ -102,7 +102,7 @@ def length_axis(axes, lengths: Sequence[float], limits: Limits) -> None:
             ticks = powers
     widest = max(len(tokens_label(n)) for n in ticks) + 1
     thinning = math.ceil(len(ticks) * widest * _INCHES_A_CHARACTER / _INCHES)
-    axes.set_xticks(sorted(ticks[::-thinning]))  # the last one stays
+    axes.set_xticks(sorted(ticks[::-thinning]))  # The last tick stays.
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(tokens_label))
     axes.set_xlabel(length_label(ticks))
@@ -112,9 +112,9 @@ def value_axis(axes, values: Sequence[float], limits: Limits) -> None:
     """Make the y-axis logarithmic if the values, all positive, span a large factor; it has labels within each decade.
 
     Args:
-        axes: of Matplotlib, with everything drawn.
+        axes: Matplotlib axes on which everything is drawn.
         values: within the limits.
-        limits: of the axes.
+        limits: ends of the axes.
     """
     ratio = max(values) / min(values)
     if ratio <= LOG_RATIO or (limits.ymin is not None and limits.ymin <= 0):

@@ -1,7 +1,7 @@
-"""Finished pieces of an evaluation in a JSONL file: a run that was cut off goes on after the last of them.
+"""A JSONL file of the finished pieces of an evaluation, from which an interrupted run continues.
 
-The first line holds the settings; every further line is one finished piece. Results that do not belong together never
-share a file: a run with other settings is refused.
+The first line holds the settings; every further line is one finished piece. A run with other settings is
+refused, so that results of different settings never share a file.
 """
 
 import json
@@ -19,20 +19,20 @@ Piece = TypeVar("Piece", bound=Hashable)
 
 
 class Journal:
-    """The file of a run. The first process reads and writes it; on the others it stays empty.
+    """The file of a run. Only the first process reads and writes it; on the others `finished` stays empty.
 
     Attributes:
         path: the file.
-        finished: key of a piece -> its record.
+        finished: the record of each finished piece, by its key.
     """
 
     def __init__(self, path: Path, piece: str, flag: str) -> None:
-        """Describe the file, and leave it as it is.
+        """Describe the file without touching it.
 
         Args:
             path: the file.
-            piece: what a record is about, for messages.
-            flag: the flag that names the place of the file, for messages.
+            piece: the word for a piece in messages, such as "document".
+            flag: the flag that sets the path, for messages.
         """
         self.path, self._piece = path, piece
         self.finished: dict[Any, dict] = {}
@@ -49,22 +49,22 @@ class Journal:
         model: str = "",
         resume: bool = True,
     ) -> None:
-        """Make a new file, or go on with an earlier one.
+        """Create the file, or continue an earlier one.
 
         Args:
-            settings: what records that belong together share.
-            key: gives what tells a record from the others.
-            is_finished: whether a line's JSON value is a whole record.
-            model: its name, for pictures; the same model may have another when the run goes on.
-            resume: go on with an earlier file, if there is one, instead of replacing it.
+            settings: the settings that all records of a file share.
+            key: returns the key that identifies a record.
+            is_finished: returns whether a line's JSON value is a complete record.
+            model: the model's name, for pictures; it may change when a run is continued.
+            resume: continue an earlier file, if there is one, instead of replacing it.
 
         Raises:
-            ValueError: the file belongs to other settings, or is something else.
+            ValueError: the file has other settings, or is not a journal.
         """
         if int(os.environ.get("RANK", 0)):
             return
         self._key, self._is_finished = key, is_finished
-        settings = json.loads(json.dumps(settings))  # as they will be when read back
+        settings = json.loads(json.dumps(settings))  # in the form in which they are read back
         try:
             lines = self.path.read_text(encoding="utf-8").split("\n") if resume and self.path.exists() else [""]
         except UnicodeDecodeError as reason:
@@ -72,8 +72,8 @@ class Journal:
         if lines == [""]:
             write_whole(self.path, json.dumps({"model": model, "settings": settings}) + "\n")
         else:
-            unfinished = lines.pop()  # of a run that was killed while it wrote
-            if not lines:  # never of this script, which writes its first line whole
+            unfinished = lines.pop()  # A run that is killed while it writes leaves half a line.
+            if not lines:  # The file is not ours: this script writes its first line atomically.
                 lines = [unfinished]
             self._read(lines, settings)
             if unfinished:
@@ -112,11 +112,11 @@ class Journal:
         self.finished[self._key(record)] = record
 
     def remove(self) -> None:
-        """Remove the file, once whole results are written elsewhere."""
+        """Remove the file after the complete results have been written elsewhere."""
         self.path.unlink()
 
     def what_is_saved(self) -> str:
-        """Return what an interrupted run leaves, and how it goes on."""
+        """Return a sentence about what an interrupted run has saved and how to continue it."""
         if not self._is_open:
             return "nothing was saved"
         count = len(self.finished)
@@ -124,12 +124,12 @@ class Journal:
 
 
 def _shown(settings: dict, key: str) -> str:
-    """Return a setting for a message; another version of the script may not have had it."""
+    """Return a setting as text; files of other versions may lack it."""
     return repr(settings[key]) if key in settings else "not recorded"
 
 
 def missing_pieces(scorer: "Scorer", pieces: Iterable[Piece], journal: Journal) -> list[Piece]:
-    """Return the keys of `pieces` that the first process's journal lacks, on every process."""
+    """Return, on every process, the keys of `pieces` that the first process's journal lacks."""
     finished = scorer.from_first_rank(set(journal.finished))
     return [piece for piece in pieces if piece not in finished]
 
@@ -137,16 +137,16 @@ def missing_pieces(scorer: "Scorer", pieces: Iterable[Piece], journal: Journal) 
 def run_pieces(
     scorer: "Scorer", pieces: list[Piece], work: Callable[[Piece], dict], journal: Journal
 ) -> Iterator[list[Piece]]:
-    """Do pieces, one in each data-parallel group at a time, and put their records into the journal.
+    """Evaluate pieces, one in each data-parallel group at a time, and add their records to the journal.
 
     Args:
         scorer: the model.
         pieces: keys, from `missing_pieces`.
-        work: gives a piece's record.
-        journal: open on the first process.
+        work: evaluates a piece and returns its record.
+        journal: the journal, which is open on the first process.
 
     Yields:
-        The keys of the pieces that were done together, once their records are in the file.
+        The keys of the pieces that were evaluated together, after their records are in the file.
     """
     rank, groups = scorer.mesh.data_rank, scorer.mesh.data_size
     for first in range(0, len(pieces), groups):

@@ -1,9 +1,9 @@
-"""Loglikelihood tasks of lm-evaluation-harness (pip install lm-eval), with each row split over the processes.
+"""Run loglikelihood tasks of lm-evaluation-harness (pip install lm-eval) with each row split over the processes.
 
     torchrun --nproc-per-node 8 -m easy_context.evaluation.lm_eval_adapter --model MODEL --tasks lambada_openai
 
 Nothing is truncated: a text that is longer than --max-length is an error. Tasks that generate text are refused, because
-no rank has a key-value cache of whole rows.
+no rank holds a key-value cache of complete rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from .scorer import Scorer
 
 
 class TextTooLong(ValueError):
-    """A text that --max-length does not allow; the message is for the user."""
+    """Raised for a text that is longer than --max-length; the message is for the user."""
 
 
 class SplitRowsLM(TemplateLM):
@@ -34,10 +34,10 @@ class SplitRowsLM(TemplateLM):
         Args:
             scorer: the model.
             tokenizer: its Hugging Face tokenizer.
-            longest: tokens that a text may have.
+            longest: maximum number of tokens in a text.
 
         Raises:
-            ValueError: the tokenizer has no token to begin a text with.
+            ValueError: the tokenizer has no token with which a text can begin.
         """
         super().__init__()
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
@@ -86,7 +86,7 @@ class SplitRowsLM(TemplateLM):
         raise NotImplementedError("tasks that generate text need a key-value cache, which split rows do not have")
 
     def _of_each(self, requests: Sequence[Any], score: Callable[[Any], Any]) -> list[Any]:
-        """Return the score of each request; the data-parallel groups share them out."""
+        """Return the score of each request; each data-parallel group computes a share of them."""
         rank, groups = self.scorer.mesh.data_rank, self.scorer.mesh.data_size
         shares = self.scorer.from_every_group([score(request) for request in requests[rank::groups]])
         return [shares[number % groups][number // groups] for number in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Join the launcher's process group and load a model into it: whole on every rank, or split by DeepSpeed."""
+"""Join the launcher's process group and load a model into it: complete on every rank, or partitioned by DeepSpeed."""
 
 import argparse
 import contextlib
@@ -23,15 +23,15 @@ from .scorer import Scorer, sizes_at_once
 
 
 class UnusableModel(ValueError):
-    """A model that turns out to be unusable while it is loaded; the message is for the user."""
+    """Raised for a model that cannot be used, as its loading shows; the message is for the user."""
 
 
 @contextlib.contextmanager
 def distributed() -> Iterator[torch.device]:
     """Join the process group of whatever launcher started this process, and leave it at the end.
 
-    Any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR will do: `accelerate launch`, `torchrun`. Without one there
-    is a single process and no group.
+    Any launcher that sets RANK, WORLD_SIZE and MASTER_ADDR works, such as `accelerate launch` and `torchrun`. Without a
+    launcher there is one process and no group.
 
     Yields:
         This process's device.
@@ -57,14 +57,14 @@ def own_device() -> torch.device:
 
 
 def dtype_of(args, device: torch.device | None = None) -> torch.dtype:
-    """Return what --dtype means on a device; without one, on this process's own."""
+    """Return the dtype that --dtype names on a device, by default on this process's."""
     device = device or own_device()
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
 def load_model_config(name: str, args: argparse.Namespace, longest: int) -> Any:
-    """Load the config of a model to evaluate, with the RoPE base of the flags; of the weights only headers are read.
+    """Load the config of a model to evaluate, with the RoPE base of the flags; only headers of weights are read.
 
     Args:
         name: path or hub name.
@@ -72,7 +72,7 @@ def load_model_config(name: str, args: argparse.Namespace, longest: int) -> Any:
         longest: tokens of the longest row.
 
     Raises:
-        ValueError: there is no model, its weights are not whole, or it cannot be evaluated as the flags ask.
+        ValueError: there is no such model, its weights are incomplete, or the flags do not suit it.
     """
     config = load_config(name)
     check_weights(name, config)
@@ -92,11 +92,11 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
         config: from `load_model_config`.
         args: the flags of `add_model_flags`.
         device: from `distributed`.
-        frugal: less memory at some cost in time.
+        frugal: whether to use less memory at some cost in time.
 
     Raises:
-        UnusableModel: it cannot be loaded, or its output layer does more than a matrix product, which the chunked loss
-            would leave out.
+        UnusableModel: the model cannot be loaded, or its output layer does more than a matrix product, which the
+            chunked loss would ignore.
     """
     accelerator = _deepspeed_accelerator(device) if launched_for_deepspeed() else None
     mode, mesh = _apply_mode(config, args)
@@ -125,7 +125,7 @@ def load_scorer(name: str, config, args, device: torch.device, frugal: bool = Fa
 
 
 def _apply_mode(config, args) -> tuple[str | None, CurrentMesh | Mesh]:
-    """Patch the model family for the mode of the flags, or the default for this number of processes."""
+    """Patch the model family for the mode of the flags or, by default, for one that suits the number of processes."""
     mode = mode_of(config.model_type, args)
     if mode is None:
         return None, Mesh()
@@ -141,21 +141,21 @@ def _apply_mode(config, args) -> tuple[str | None, CurrentMesh | Mesh]:
 
 
 def mode_of(model_type: str, args) -> str | None:
-    """Return the parallel mode; None for a family that has none, which can only run on one process."""
+    """Return the parallel mode; None for a family without modes, which runs on one process only."""
     if args.parallel_mode is None and processes() == 1 and model_type not in SUPPORTED_MODELS:
         return None
     return args.parallel_mode or ("zigzag_ring_attn" if processes() > 1 else "data_parallel")
 
 
 def processes() -> int:
-    """Return how many processes the launcher started."""
+    """Return the number of processes that the launcher started."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check_parallelism(name: str, config: Any, args: argparse.Namespace, longest: int) -> None:
     """Raise ValueError if a model cannot be evaluated on rows of `longest` tokens as the flags and the launcher ask.
 
-    Called before the model is loaded and before the processes are joined.
+    It is called before the model is loaded and before the process group is joined.
     """
     mode = mode_of(config.model_type, args)
     if mode is None:

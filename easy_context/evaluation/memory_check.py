@@ -1,4 +1,4 @@
-"""The memory of an evaluation, forecast before its model loads."""
+"""Forecasts the memory of an evaluation before its model loads."""
 
 import argparse
 from typing import Any
@@ -17,17 +17,17 @@ GIB = 2**30
 
 
 def check_memory(name: str, config: Any, args: argparse.Namespace, tokens: int, longest: str) -> None:
-    """Say what this process will need of the memory that is free; a model that runs its own attention is not forecast.
+    """Print the forecast and the free memory; there is no forecast for models that run their own attention.
 
     Args:
         name: path or hub name of the model.
-        config: of the model.
+        config: the model's config.
         args: the flags of `add_model_flags`.
-        tokens: most that go through the model together: a row, or a batch of them.
-        longest: the flags that bound them, for the message.
+        tokens: the largest number of tokens in a pass, which is a row or a batch of rows.
+        longest: the flags that limit this number, for the message.
 
     Raises:
-        ValueError: the forecast is above all the memory that is free on this process's device.
+        ValueError: the forecast exceeds the free memory of this process's device.
     """
     parts = _forecast(config, args, tokens)
     if parts is None:
@@ -47,7 +47,7 @@ def check_memory(name: str, config: Any, args: argparse.Namespace, tokens: int, 
 
 
 def _forecast(config: Any, args: argparse.Namespace, tokens: int) -> dict[str, float] | None:
-    """Return bytes of a process by part; None for a model that runs its own attention."""
+    """Return the bytes of a process by part, or None for a model that runs its own attention."""
     mode = mode_of(config.model_type, args)
     if mode is None:
         return None
@@ -57,6 +57,6 @@ def _forecast(config: Any, args: argparse.Namespace, tokens: int) -> dict[str, f
     load = Load(-(-tokens // ranks), tokens, dtype.itemsize, kernel=kernel.name)
     shape = Shape.of(config)
     parts = forward_memory(shape, load, ranks, *sizes_at_once(getattr(args, "aggressive_memory", False)))
-    if launched_for_deepspeed():  # which may keep them on the host; a layer and the output layer are gathered
+    if launched_for_deepspeed():  # It may keep the weights on the host; it gathers a layer and the output layer.
         parts["weights"] = dtype.itemsize * (shape.layer_parameters + shape.vocabulary * shape.hidden)
     return parts

@@ -19,8 +19,8 @@ from .results import Curve
 DPI = 150
 FORMATS = tuple(plt.Figure().canvas.get_supported_filetypes())
 NO_LIMITS = Limits()
-_WIDEST_LEVEL_LABEL = 5  # characters that fit below a cell of a heatmap
-SMOOTHED_SHARE = 0.05  # of a run's steps, in the window of the smoothed loss
+_WIDEST_LEVEL_LABEL = 5  # characters of a label that fit below a cell of a heatmap
+SMOOTHED_SHARE = 0.05  # share of a run's steps that the window of the running mean covers
 _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.3,
@@ -32,13 +32,13 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw_perplexity(curves: Sequence[Curve], output: str | Path, title: str = "", limits: Limits = NO_LIMITS) -> None:
-    """Draw perplexity over context length, one line a model, with a dotted line where each one's training ended.
+    """Draw perplexity by context length, a line for each model, with a dotted line at its trained length.
 
     Args:
         curves: at least one, each with a point.
-        output: the picture.
-        title: above the picture.
-        limits: of the axes.
+        output: path of the picture.
+        title: title of the picture.
+        limits: ends of the axes.
 
     Raises:
         ValueError: no point lies within the limits.
@@ -59,30 +59,30 @@ def draw_perplexity(curves: Sequence[Curve], output: str | Path, title: str = ""
         value_axis(axes, [value for _, value in visible], limits)
         limits.apply(axes)
         axes.set_ylabel("perplexity over the whole context")
-        axes.legend(framealpha=1, edgecolor="none")  # dotted lines stay behind it
+        axes.legend(framealpha=1, edgecolor="none")  # Dotted lines stay behind the legend.
         _save(figure, axes, output, title or "Perplexity by context length")
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return the last part of each name that is a path, or whole names where the last parts are not different."""
+    """Return the last part of each path, or the complete names if two last parts are equal."""
     short = [Path(name).name for name in names]
     return short if len(set(short)) == len(short) else list(names)
 
 
 def needle_title(cells: Sequence[dict], model: str = "") -> str:
-    """Return what a heatmap shows: the model, if its name is known, the task, and the lengths."""
+    """Return the title of a heatmap: the model, if its name is known, the task, and the lengths."""
     lengths = [cell["length"] for cell in cells]
     ends = " to ".join(tokens_label(n) for n in sorted({min(lengths), max(lengths)}))
     return f"{Path(model).name}: {cells[0]['task']}, {ends} tokens".removeprefix(": ")
 
 
 def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> None:
-    """Draw a heatmap of accuracy, length to the right and depth downwards, each cell with its number in per cent.
+    """Draw a heatmap of accuracy by length (to the right) and depth (downwards), with percentages in the cells.
 
     Args:
         cells: with "length", "depth" (None: a single row) and "accuracy", of one task.
-        output: the PNG.
-        title: above the picture.
+        output: path of the PNG.
+        title: title of the picture.
     """
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells}, key=lambda depth: -1 if depth is None else depth)
@@ -123,13 +123,13 @@ def draw_needle(cells: Sequence[dict], output: str | Path, title: str = "") -> N
 def draw_loss(
     runs: Sequence[tuple[str, pandas.DataFrame]], output: str | Path, title: str = "", limits: Limits = NO_LIMITS
 ) -> None:
-    """Draw training loss over steps, one colour a run: every step pale, a running mean strong.
+    """Draw training loss by step, a colour for each run: single steps in a pale line, the running mean in a strong one.
 
     Args:
         runs: (label, steps), with the columns "step" and "loss".
-        output: the picture.
-        title: above the picture.
-        limits: of the axes.
+        output: path of the picture.
+        title: title of the picture.
+        limits: ends of the axes.
 
     Raises:
         ValueError: no point lies within the limits.

@@ -1,4 +1,4 @@
-"""Writing results as JSON, and reading the files that are drawn; what does not belong in one is named by file and line.
+"""Write results as JSON and read the files that are drawn; errors name file and line.
 
 Files are read into pandas tables whose index is the line number.
 """
@@ -17,11 +17,11 @@ import pandas
 
 from ..common.files import null_for_nan
 
-MOST_LOSS = 700.0  # e to a larger one overflows
+MOST_LOSS = 700.0  # The exponential of a larger loss overflows.
 
 
 def json_text(value: Any) -> str:
-    """Return a result file's text. JSON has no NaN and no infinity: numbers that are not finite become null."""
+    """Return results as JSON. Numbers that are not finite become null, because JSON has no NaN and no infinity."""
     return json.dumps(null_for_nan(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -30,9 +30,9 @@ class Curve:
     """A model's perplexity over context length.
 
     Attributes:
-        label: its name.
-        points: (length, perplexity), by length, of all lengths with a scored token.
-        trained_length: tokens of the rows it was trained on; None if not known.
+        label: name of the model.
+        points: (length, perplexity) for each length with a scored token, in order of length.
+        trained_length: number of tokens in its training rows; None if unknown.
     """
 
     label: str
@@ -41,10 +41,10 @@ class Curve:
 
 
 def read_perplexity(file: str | Path) -> list[Curve]:
-    """Read a CSV of eval_ppl.py, each model's documents summed up, or one of the original project's script.
+    """Read a CSV of eval_ppl.py, or one of the original project's script; each model's documents are summed up.
 
     Raises:
-        ValueError: the file has other columns, no rows, a row that is no result, or a model without a scored token.
+        ValueError: the file has other columns, no rows, an invalid row, or a model without a scored token.
     """
     table = _original_table(file) if _text(file).startswith(",") else _perplexity_table(file)
     if table.empty:
@@ -76,7 +76,7 @@ def _perplexity_table(file: str | Path) -> pandas.DataFrame:
 
 
 def _original_table(file: str | Path) -> pandas.DataFrame:
-    """Return the same of the original project's CSV: a first line of lengths, then a model and its perplexities."""
+    """Return the same columns from the original project's CSV: lengths first, then perplexities of each model."""
     wide = _csv_table(file, (), "a table of perplexities")
     lengths = pandas.Series(wide.columns[1:], index=[1] * (len(wide.columns) - 1), name="length")
     _numbers(file, lengths, least=1, whole=True)
@@ -84,7 +84,8 @@ def _original_table(file: str | Path) -> pandas.DataFrame:
     if again.any():
         raise ValueError(f"{file}, line {again.idxmax()} gives {wide[''][again.idxmax()]} again")
     table = wide.melt("", var_name="length", value_name="perplexity", ignore_index=False).rename(columns={"": "model"})
-    broken = table["perplexity"].str.strip().str.lower().isin(["nan", "inf"])  # a fact about the model: no point
+    # The model has no perplexity at such a length, so there is no point.
+    broken = table["perplexity"].str.strip().str.lower().isin(["nan", "inf"])
     table["loss"] = np.log(_numbers(file, table["perplexity"].mask(broken, "1"), least=1))
     return table.assign(length=table["length"].astype(int), tokens=(~broken).astype(int), trained_length=math.nan)
 
@@ -93,10 +94,10 @@ def read_cells(file: str | Path) -> tuple[str, list[dict]]:
     """Read finished cells of eval_needle.py from its JSONL or its CSV.
 
     Returns:
-        The model's name, empty where the file does not have it, and the cells: task, length, depth (or None), accuracy.
+        The model's name, empty if the file lacks it, and the cells: task, length, depth (or None), accuracy.
 
     Raises:
-        ValueError: the file is neither, has no cells, or a line that is no cell.
+        ValueError: the file is neither of them, has no cells, or has an invalid line.
     """
     model, columns = "", ["task", "length", "depth", "accuracy"]
     if _text(file).startswith("{"):
@@ -125,7 +126,7 @@ def read_metrics(file: str | Path) -> pandas.DataFrame:
     """Read steps and losses of a training run's metrics.jsonl; null, a loss that was not finite, becomes NaN.
 
     Raises:
-        ValueError: there are no lines, or one that holds no step's loss.
+        ValueError: the file has no lines, or a line without step and loss.
     """
     records = _json_records(file)
     if not records:
@@ -151,7 +152,7 @@ def _text(file: str | Path) -> str:
 
 
 def _json_records(file: str | Path) -> dict[int, dict]:
-    """Return line number -> record of a JSONL file; half a last line, as a killed run leaves it, is left out."""
+    """Return the records of a JSONL file by line number, without an incomplete last line, as a killed run leaves it."""
     records, lines = {}, _text(file).split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -171,7 +172,7 @@ def _json_records(file: str | Path) -> dict[int, dict]:
 
 
 def _csv_table(file: str | Path, columns: Iterable[str], kind: str) -> pandas.DataFrame:
-    """Return a CSV with at least `columns`, every field as text. (pandas' own reader would fill up short rows.)"""
+    """Return a CSV with at least `columns`, every field as text. (The reader of pandas would fill up short rows.)"""
     reader = csv.reader(_text(file).splitlines())
     names = next(reader, [])
     missing = sorted(set(columns) - set(names))
@@ -193,7 +194,7 @@ def _numbers(
     whole: bool = False,
     empty: bool = False,
 ) -> pandas.Series:
-    """Return a column as finite numbers from `least` to `most`; what is empty or null becomes NaN where it may be."""
+    """Return a column as finite numbers from `least` to `most`; with `empty`, empty fields and nulls become NaN."""
     missing = column.map(lambda value: empty and (value is None or value == "")).astype(bool)
     flags = column.map(lambda value: isinstance(value, bool)).astype(bool)
     values = pandas.to_numeric(column.mask(flags), errors="coerce")

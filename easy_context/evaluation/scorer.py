@@ -1,7 +1,7 @@
-"""A causal language model spread over the processes, asked for token losses or for the tokens it would write.
+"""Compute token losses and greedy answers with a causal language model that is spread over the processes.
 
-Neither ever holds the logits of a whole row: losses go chunk by chunk, and answers need only their own positions. Keys
-and values are not cached, and layers run by tiles.
+The logits of a whole row are never in memory: losses are computed chunk by chunk, and answers need only their own
+positions. Keys and values are not cached, and layers run by tiles.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 def sizes_at_once(frugal: bool) -> tuple[int, int]:
-    """Return the tokens of a tile of layers, and those whose logits exist at once; fewer if `frugal`."""
+    """Return the tokens of a tile of layers, and of a chunk of logits; both are smaller if `frugal`."""
     return (SMALL_TILE_SIZE, SMALL_LOSS_CHUNK) if frugal else (TILE_SIZE, LOSS_CHUNK)
 
 
@@ -33,13 +33,13 @@ class Scorer:
     """A loaded model under a parallel mode.
 
     Attributes:
-        model: Hugging Face causal LM (or a DeepSpeed engine's module), in eval mode.
+        model: Hugging Face causal LM (or the module of a DeepSpeed engine) in eval mode.
         mode: name of the parallel mode; None if the model runs its own attention on one process.
-        mesh: this process's place.
-        device: where the model is.
+        mesh: this process's place among the processes.
+        device: device of the model.
         loss_chunk: positions whose logits exist at once.
-        tile_size: tokens that go through a layer together, but for its attention; 0 for whole rows.
-        frugal: give cached memory back after every pass.
+        tile_size: number of tokens that pass through a layer, except its attention, at a time; 0 for whole rows.
+        frugal: whether cached GPU memory is released after every pass.
     """
 
     model: PreTrainedModel
@@ -68,9 +68,9 @@ class Scorer:
     def predictions(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the most likely token wherever there is a target.
 
-        If every prediction equals its target then greedy decoding from the prompt writes exactly the targets: its first
-        token is the first prediction; given that this is right, its second is predicted from the very input that this
-        pass had, and so on. So one forward pass decides what would otherwise take one pass a token.
+        If every prediction equals its target, greedy decoding from the prompt writes exactly the targets: its first
+        token is the first prediction; if that is right, its second token is predicted from the same input as in this
+        pass, and so on. So one forward pass replaces a pass for each token.
 
         Args:
             input_ids, targets: as for `token_losses`.
@@ -85,7 +85,7 @@ class Scorer:
     def losses_and_predictions(
         self, input_ids: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `token_losses` and `predictions` do, from one forward pass."""
+        """Return the results of `token_losses` and `predictions` from one forward pass."""
         hidden, local_targets = self._hidden(input_ids, targets)
         parts = self._losses(hidden, local_targets), self._predictions(hidden, local_targets)
         losses, predictions = (self._gather(part, input_ids.shape[1]) for part in parts)
@@ -98,7 +98,7 @@ class Scorer:
     def _predictions(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         wanted = targets != IGNORE_INDEX
         predicted = torch.full_like(targets, IGNORE_INDEX)
-        # Called even for no position at all: under ZeRO-3 every rank must take part in gathering the weight.
+        # Runs even without a position: under ZeRO-3 every rank must take part in gathering the weight.
         predicted[wanted] = self.model.get_output_embeddings()(hidden[wanted]).argmax(dim=-1)
         return predicted
 
@@ -137,7 +137,7 @@ class Scorer:
             yield weight
 
     def from_every_group(self, value: Value) -> list[Value]:
-        """Return `value` of each data-parallel group, in their order, on every rank."""
+        """Return, on every rank, the `value` of each data-parallel group in their order."""
         if not dist.is_initialized():
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -154,5 +154,5 @@ class Scorer:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process is the one that writes files and shows progress."""
+        """Whether this process writes files and shows progress."""
         return self.mesh.data_rank == 0 and self.mesh.sequence_rank == 0
