@@ -1,4 +1,4 @@
-"""The memory that is free: on the GPU, and on the host, in a container too."""
+"""Measure the free memory of the GPU and of the host, also inside a container."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ USABLE_WITHOUT_LIGER = 0.85  # on the GPU
 
 
 def least_free(accelerator: Any) -> Memory:
-    """Return the least free memory of any process, as `free_memory` has it for each."""
+    """Return the minimum of `free_memory` over all processes."""
     free = free_memory(accelerator.device, accelerator.num_processes)
     if not dist.is_initialized():
         return free
@@ -25,20 +25,20 @@ def least_free(accelerator: Any) -> Memory:
 
 
 def free_memory(device: torch.device, processes: int) -> Memory:
-    """Return what is free for this process, the host's divided by the processes of its machine.
+    """Return the free memory for this process; the host's is divided by the processes of the machine.
 
-    Without a GPU the host's stands in its place, and nothing is left beside it.
+    Without a GPU, host memory counts as the GPU's, and the host has none.
 
     Args:
-        device: of this process.
-        processes: of this machine, where LOCAL_WORLD_SIZE does not say how many there are.
+        device: device of this process.
+        processes: number of processes on this machine, used if LOCAL_WORLD_SIZE is not set.
     """
     host = free_host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return Memory(torch.cuda.mem_get_info(device)[0], host) if device.type == "cuda" else Memory(host, 0.0)
 
 
 def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of host memory that this process can still take: of the machine, and of its container.
+    """Return the bytes of host memory that the machine and the container leave for this process.
 
     Args:
         proc: where the kernel shows `meminfo` and `self/cgroup`.
@@ -53,7 +53,7 @@ def free_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _left_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
-    """Return what is left under each memory limit of this process's control group and of those above it."""
+    """Return the bytes left below each memory limit of this process's control group and its parents."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -73,7 +73,7 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> list[int]:
                 break
             try:
                 most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-            except (OSError, ValueError):  # no such group in this namespace, or "max"
+            except (OSError, ValueError):  # The group is not in this namespace, or its limit is "max".
                 continue
             left.append(max(0, most - used + _reclaimable(folder)))
     return left

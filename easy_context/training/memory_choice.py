@@ -24,19 +24,19 @@ from .zero_offload import CHOICES, IN_WORDS, is_zero_3, named_by_json, write_off
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-BUCKETS = GIB  # gathered weights and gradients under way
+BUCKETS = GIB  # for weights and gradients while they are gathered and reduced
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a choice depends on beside flags and model.
+    """The launch, on which the choice depends together with flags and model.
 
     Attributes:
-        processes: of the launch, each with a GPU.
-        kernel: of attention.
+        processes: number of processes, each with a GPU.
+        kernel: name of the attention kernel.
         room: the memory that a process may use.
-        plugin: Accelerate's for DeepSpeed; None without DeepSpeed, or where ZeRO-3 is taken for granted.
-        trained_share: of the model's parameters that are trained.
+        plugin: Accelerate's DeepSpeed plugin; None without DeepSpeed, or if ZeRO-3 is assumed.
+        trained_share: share of the model's parameters that are trained.
     """
 
     processes: int
@@ -53,8 +53,8 @@ class Option:
     Attributes:
         offload: what ZeRO-3 keeps in host memory; None without ZeRO-3.
         plan: what each layer keeps.
-        load: a micro-batch of the longest rows, and the tile of recomputed MLPs.
-        need: the peak of a process.
+        load: a micro-batch of the longest rows, with the tile size of recomputed MLPs.
+        need: the peak memory of a process.
     """
 
     offload: str | None
@@ -65,19 +65,20 @@ class Option:
 
 @exit_on(ValueError)
 def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[MemoryPlan, int]:
-    """Choose what each layer keeps and what ZeRO-3 offloads: as the flags say, else the fastest that fits.
+    """Choose what each layer keeps and what ZeRO-3 offloads: as the flags say, or else the fastest that fits.
 
-    What ZeRO-3 offloads is the DeepSpeed JSON's word, --offload, or as little as fits; it is written into the launch's
-    DeepSpeed configuration. All processes decide alike, by the least free memory among them, and the log says in a line
-    what was chosen. Where nothing fits, or a flag has no meaning in this launch, the run ends with a message.
+    The DeepSpeed JSON or --offload determines what ZeRO-3 offloads; if neither does, it is as little as fits. The
+    choice is written into the launch's DeepSpeed configuration. All processes make the same choice, from the least free
+    memory among them, and one line of the log shows it. If nothing fits, or a flag does not suit the launch, the run
+    ends with a message.
 
     Args:
         args: train.py's arguments.
-        config: of the model.
-        accelerator: with its process group; nothing has been prepared.
+        config: the model's config.
+        accelerator: the Accelerator, before anything is prepared.
 
     Returns:
-        The memory plan, and the tokens of a tile of recomputed MLPs, 0 for whole ones.
+        The memory plan, and the number of tokens in a tile of recomputed MLPs (0 for no tiles).
     """
     plugin = accelerator.state.deepspeed_plugin
     on_gpu = accelerator.device.type == "cuda"
@@ -110,10 +111,10 @@ def choose_memory(args: Arguments, config: Any, accelerator: Any) -> tuple[Memor
 
 
 def requested_plan(args: Arguments, layers: int) -> MemoryPlan | None:
-    """Return the plan that the flags ask for, None where the choice is left open.
+    """Return the plan that the flags ask for, or None if they leave the choice open.
 
     Raises:
-        ValueError: the flags contradict each other or describe no plan.
+        ValueError: the flags contradict each other, or the plan is invalid.
     """
     older = {"--gradient-checkpointing": args.gradient_checkpointing, "--keep-attention": args.keep_attention}
     given = [f"{flag} {value}" for flag, value in older.items() if value is not None]
@@ -140,13 +141,13 @@ def _offloads(args: Arguments, plugin: Any, named: str | None, on_gpu: bool) -> 
         return (None,)
     if named or args.offload != "auto":
         return (named or args.offload,)
-    return CHOICES if on_gpu else ("none",)  # without a GPU everything is in host memory anyway
+    return CHOICES if on_gpu else ("none",)  # Without a GPU everything is in host memory anyway.
 
 
 def options_until_one_fits(
     offloads: tuple[str | None, ...], args: Arguments, config: Any, launch: Launch
 ) -> list[Option]:
-    """Return the best option of each offloading in turn, up to the first that finds room."""
+    """Return the best option for each offloading in turn, up to the first that fits."""
     options: list[Option] = []
     for offload in offloads:
         options.append(best_option(offload, args, config, launch))
@@ -156,7 +157,7 @@ def options_until_one_fits(
 
 
 def best_option(offload: str | None, args: Arguments, config: Any, launch: Launch) -> Option:
-    """Return the fastest option with this offloading that finds room, or else the most frugal one."""
+    """Return the fastest option with this offloading that fits, or else the one that needs the least memory."""
     shape = Shape.of(config)
     launched = (offload, args, launch.plugin, shape, launch.processes, launch.trained_share)
     states, optimizer_step = state_memory(*launched), optimizer_step_memory(*launched)
@@ -166,7 +167,7 @@ def best_option(offload: str | None, args: Arguments, config: Any, launch: Launc
 
     plan, load = requested_plan(args, shape.layers), micro_batch(args, launch)
     if offload is None and launch.plugin is None and not keeps_weights_in_bf16(args):
-        load = replace(load, size=4)  # autocast leaves hidden states in float32; the rest is counted as if it were, too
+        load = replace(load, size=4)  # Autocast leaves hidden states in float32; the rest is counted so, too.
     tile_sizes: tuple[int, ...] = (0,)
     if args.mlp_tile_size is not None:
         tile_sizes = (args.mlp_tile_size,)
@@ -221,7 +222,7 @@ def _needed(option: Option, config: Any, free: Memory, device: torch.device) -> 
 
 
 def _log_choice(option: Option, args: Arguments, named: str | None, needed: str | None) -> None:
-    """Say in a line what was chosen, and what it is forecast to need."""
+    """Log the choice and its forecast in one line."""
     parts = [f"memory plan: {format_memory_plan(option.plan)}"]
     if option.load.mlp_tile_size:
         parts[0] += f", MLPs in tiles of {option.load.mlp_tile_size} tokens"

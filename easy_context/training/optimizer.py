@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and the course of the learning rate."""
+"""AdamW with weight decay on matrices only, and the learning rate schedule."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def adamw(model: torch.nn.Module, args: Arguments, accelerator: Any) -> Any:
     """Return AdamW for the weights that are trained.
 
     Args:
-        model: not yet prepared.
+        model: the model, before it is prepared.
         args: `optimizer`, `learning_rate`, `adam_betas`, `weight_decay` and `seed` are used.
         accelerator: the Accelerator; under DeepSpeed, which builds AdamW itself, return what tells it the rest.
     """
@@ -42,7 +42,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]  # DeepSpeed cannot flatten an empty one
+    return [group for group in groups if group["params"]]  # DeepSpeed cannot flatten an empty group.
 
 
 def warmup_then(args: Arguments) -> Callable[[int], float]:
@@ -68,7 +68,7 @@ def warmup_then(args: Arguments) -> Callable[[int], float]:
 def set_learning_rate(optimizer: Any, rate: float) -> float:
     """Set and return the learning rate of the next step."""
     for group in optimizer.param_groups:
-        if torch.is_tensor(group["lr"]):  # another number would be compiled into torchao's step anew
+        if torch.is_tensor(group["lr"]):  # torchao would compile its step again for another number.
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

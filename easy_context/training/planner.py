@@ -20,8 +20,8 @@ CARD_MEMORY = {
     **{"A100": 80, "A800": 80, "L40S": 48, "A40": 48, "A6000": 48, "4090": 24, "3090": 24},
 }
 _HOPPER_OR_NEWER = ("B200", "H200", "GH200", "H100", "H800")
-_USABLE = 0.985  # of a card's memory, and of it as many GiB as it has gigabytes: the driver and CUDA keep the rest
-_ALONE_TO_SEVERAL = 0.95  # speed of a GPU among others, with communication, over its speed alone
+_USABLE = 0.985  # share of a card's memory (in GiB, as many as its gigabytes); driver and CUDA take the rest
+_ALONE_TO_SEVERAL = 0.95  # ratio of the speed of a GPU among others, with communication, to its speed alone
 _HOST_OPTIMIZER_RATE = 1e9  # parameters/s of DeepSpeed's AdamW on the host; assumed, not measured
 # Bytes that a step reads and writes for each parameter; those of adamw8bit are assumed, not measured.
 _OPTIMIZER_BYTES = {"adamw": 30, "adamw8bit": 10}
@@ -164,7 +164,7 @@ def _offloads(args: Arguments) -> tuple[str | None, ...]:
 
 def _parts(option: Option, shape: Shape, args: Arguments, processes: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes of the peak on the GPU and on the host, by part."""
-    own = shape.parameters / (1 if option.offload is None else processes)  # only ZeRO shares them out
+    own = shape.parameters / (1 if option.offload is None else processes)  # Only ZeRO divides them.
     peak = activation_peak(shape, option.load, option.plan)
     weights = 0.0 if option.offload == "all" else option.load.size * own
     states = state_memory(option.offload, args, None, shape, processes, option.load.trained_share)
@@ -176,7 +176,7 @@ def _parts(option: Option, shape: Shape, args: Arguments, processes: int) -> tup
         "buckets": BUCKETS,
     }
     rest = option.need.gpu - sum(gpu.values())
-    if rest > 1:  # the optimizer's step needs more than the activations did
+    if rest > 1:  # The optimizer's step needs more than the activations.
         gpu["optimizer's step beyond that"] = rest
     host = {"weights, gradients, optimizer": option.need.host - peak.host, "kept for backward": peak.host}
     return gpu, host

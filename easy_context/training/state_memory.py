@@ -1,4 +1,4 @@
-"""The memory that weights, gradients and the optimizer take of a process: bytes a parameter, by arithmetic."""
+"""Estimate the memory of weights, gradients and optimizer states of a process, in bytes for each parameter."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from .arguments import Arguments
 from .gradient_release import updates_in_backward
 from .optimizer import keeps_weights_in_bf16
 
-_MOMENTS_IN_8_BITS = 2 * (1 + 4 / 256)  # two codes of a byte, with a float32 scale for 256 of them
+_MOMENTS_IN_8_BITS = 2 * (1 + 4 / 256)  # two codes of one byte each, and a float32 scale for every 256 codes
 _MOST_AT_ONCE = 1e9  # parameters that ZeRO-3's optimizer works on at a time
 
 
 def state_memory(
     choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int, trained_share: float = 1.0
 ) -> Memory:
-    """Estimate what weights, gradients and AdamW's states take of one process.
+    """Estimate the memory of one process's weights, gradients and AdamW states.
 
     Under ZeRO, mixed-precision AdamW holds 16 bytes a parameter: bf16 weights and gradients, float32 weights and two
     moments. Offloaded, DeepSpeed adds float32 gradients on the host (20 bytes a parameter were counted there with all
@@ -23,10 +23,10 @@ def state_memory(
     Args:
         choice: what ZeRO-3 offloads, one of `zero_offload.CHOICES`; None for a launch without ZeRO-3.
         args: train.py's arguments.
-        plugin: Accelerate's for DeepSpeed, or None.
-        shape: of the model.
-        processes: of the launch; they share what ZeRO shards.
-        trained_share: of the parameters that are trained; the others have weights only, neither gradients nor states.
+        plugin: Accelerate's DeepSpeed plugin, or None.
+        shape: sizes of the model.
+        processes: number of processes, among which ZeRO divides its state.
+        trained_share: share of the parameters that are trained; the others have neither gradients nor states.
     """
     parameters, trained = shape.parameters, trained_share * shape.parameters
     if choice is None and plugin is None:
@@ -50,7 +50,7 @@ def _without_deepspeed(args: Arguments, shape: Shape, processes: int, trained: f
     in_bf16 = args.mixed_precision == "bf16"
     weight = 2 if keeps_weights_in_bf16(args) else 4
     gradient = 0 if updates_in_backward(args, processes, None) else weight
-    autocast = 2 if in_bf16 and weight == 4 else 0  # it keeps bf16 copies of all weights until forward ends
+    autocast = 2 if in_bf16 and weight == 4 else 0  # Autocast keeps bf16 copies of all weights until forward ends.
     moments = 8 * trained
     if args.optimizer == "adamw8bit":
         # Its moments are float32; where less than all is trained, it is not known of what.
@@ -62,17 +62,17 @@ def _without_deepspeed(args: Arguments, shape: Shape, processes: int, trained: f
 def optimizer_step_memory(
     choice: str | None, args: Arguments, plugin: Any, shape: Shape, processes: int, trained_share: float = 1.0
 ) -> float:
-    """Estimate the bytes on the GPU that the optimizer's step works in, once activations are gone.
+    """Estimate the working memory of the optimizer's step on the GPU, after activations are freed.
 
-    A step in backward works on one parameter at a time, in what its layer has just freed.
+    A step in backward works on one parameter at a time, in memory that its layer has just freed.
 
     Args:
-        choice: as for `state_memory`, like the others.
+        choice: as for `state_memory`.
         args: train.py's arguments.
-        plugin: Accelerate's for DeepSpeed, or None.
-        shape: of the model.
-        processes: of the launch.
-        trained_share: of the parameters that are trained.
+        plugin: Accelerate's DeepSpeed plugin, or None.
+        shape: sizes of the model.
+        processes: number of processes.
+        trained_share: share of the parameters that are trained.
     """
     if choice == "none":
         return 12 * min(trained_share * shape.parameters / processes, _MOST_AT_ONCE)
@@ -80,4 +80,4 @@ def optimizer_step_memory(
         return 0.0
     if args.optimizer == "adamw8bit":  # both moments of one parameter in float32; assumed, not measured
         return 8 * shape.hidden * max(shape.vocabulary, shape.inner)
-    return 4 * trained_share * shape.parameters  # PyTorch takes the root of all second moments at once
+    return 4 * trained_share * shape.parameters  # PyTorch computes the root of all second moments at once.

@@ -14,12 +14,12 @@ IN_WORDS = {
 
 
 def is_zero_3(plugin: Any) -> bool:
-    """Return whether Accelerate's DeepSpeed plugin, None without DeepSpeed, asks for ZeRO-3."""
+    """Return whether Accelerate's DeepSpeed plugin (None without DeepSpeed) uses ZeRO-3."""
     return plugin is not None and plugin.deepspeed_config.get("zero_optimization", {}).get("stage") == 3
 
 
 def named_by_json(plugin: Any) -> str | None:
-    """Return the choice that the launch configuration makes, None if it leaves it open."""
+    """Return the choice in the launch configuration, or None if it has none."""
     zero = plugin.deepspeed_config["zero_optimization"]
     devices = {kind: (zero.get(f"offload_{kind}") or {}).get("device") for kind in ("optimizer", "param")}
     if devices["param"] in ("cpu", "nvme"):
